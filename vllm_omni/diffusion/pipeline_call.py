@@ -38,12 +38,9 @@ class PipelineCall:
     result: Any = None
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
-        self.pipe = copy.copy(pipe)
-        self._copies: list[Any] = []
-        for name, component in vars(pipe).items():  # `components` would look at the class's signature first
-            if isinstance(component, (SchedulerMixin, BaseGuidance)):
-                setattr(self.pipe, name, copied := copy.deepcopy(component))
-                self._copies.append(copied)
+        copies: dict[int, Any] = {}
+        self.pipe = _copy_pipe(pipe, copies)
+        self._copies = list(copies.values())
         self._shared = SharedTensors()
         self._greenlet: _CallGreenlet
 
@@ -66,7 +63,7 @@ class PipelineCall:
 
     def close(self) -> None:
         """Clears the copies: their hooks refer to them, and they refer to all tensors of the call."""
-        for copied in (self.pipe, *self._copies):
+        for copied in self._copies:
             vars(copied).clear()
         del self.pipe, self._copies, self._greenlet
 
@@ -83,6 +80,23 @@ class PipelineCall:
         call = ModuleCall.describe(function, args, kwargs, self._shared)
         assert self._greenlet.parent is not None
         return self._greenlet.parent.switch(call)
+
+
+def _copy_pipe(pipe: DiffusionPipeline, copies: dict[int, Any]) -> DiffusionPipeline:
+    """A copy of a pipeline, and of pipelines in it, which may have one scheduler between them.
+
+    Args:
+        copies: By the id of the original; the new ones are added.
+    """
+    copied = copies[id(pipe)] = copy.copy(pipe)
+    for name, component in vars(pipe).items():  # `components` would look at the class's signature first
+        if isinstance(component, DiffusionPipeline):
+            setattr(copied, name, copies.get(id(component)) or _copy_pipe(component, copies))
+        elif isinstance(component, (SchedulerMixin, BaseGuidance)):
+            if id(component) not in copies:
+                copies[id(component)] = copy.deepcopy(component)
+            setattr(copied, name, copies[id(component)])
+    return copied
 
 
 class _CallGreenlet(greenlet.greenlet):

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
@@ -172,12 +173,13 @@ class DiffusionModelRunner:
         if self._config.part == "encoder":
             encoded = running.call.result = []
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
-        return {
-            **arguments,
-            **self._callbacks(running),
+        # Not "pt": some pipelines return tensors of another range then.
+        own = {
             "generator": torch.Generator().manual_seed(job.seed),
-            "output_type": "latent" if job.latents_only else "pt",
+            "output_type": "latent" if job.latents_only else "np",
         }
+        known = call_parameters(job.pipeline_class)
+        return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
 
     def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """The pipeline has computed its sizes and encoded the prompt."""
@@ -246,7 +248,7 @@ class DiffusionModelRunner:
                 self._find_changes(running)
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            end = JobEnd(job, _as_output(call.result, job.latents_only), _sound_of(call.result))
+            end = JobEnd(job, _as_output(call.result), _sound_of(call.result))
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:
@@ -305,23 +307,26 @@ def _find_sample_rate(pipe: DiffusionPipeline) -> int | None:
     return next((getattr(config, name) for config in configs for name in _RATES if hasattr(config, name)), None)
 
 
-def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
+def _as_output(result: Any) -> torch.Tensor:
     """The only output of a pipeline's call, as `JobEnd` describes it.
 
     Raises:
-        TypeError: It is not one tensor for each output.
+        TypeError: It is not one array for each output.
     """
     outputs = result[0]  # the first field of every output class
-    if len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
-        raise TypeError(f"the pipeline returned {type(outputs).__name__} where one tensor was expected")
-    output = outputs[0].float().cpu()
-    return output if latents_only or output.ndim < 3 else output.movedim(-3, -1)  # channels last
+    if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
+        raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
+    return _on_cpu(outputs[0])
 
 
 def _sound_of(result: Any) -> torch.Tensor | None:
     """The sound of the only video of a pipeline's call, as `JobEnd` describes it."""
     sound = result.get(SOUND_FIELD) if isinstance(result, dict) else None
-    return None if sound is None else sound[0].float().cpu()
+    return None if sound is None else _on_cpu(sound[0])
+
+
+def _on_cpu(value: np.ndarray | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(value).float().cpu()
 
 
 _PROCESSORS = ("image_processor", "video_processor")

@@ -35,6 +35,8 @@ def load(folder: Path, class_name: object, **config: object) -> PipelineInfo:
         ("WanImageToVideoPipeline", "video", "WanImageToVideoPipeline", True, False),
         ("WanVideoToVideoPipeline", "video", None, False, False),  # its call has no num_frames
         ("SanaVideoPipeline", "video", None, False, False),  # nor has this one's
+        ("Cosmos3OmniPipeline", "video", "Cosmos3OmniPipeline", False, False),  # its module imports BaseOutput
+        ("StableDiffusionAdapterPipeline", "image", "StableDiffusionAdapterPipeline", True, True),
         ("StableAudioPipeline", "audio", None, False, False),
         ("StableAudio3Pipeline", "audio", None, False, False),  # its call has no argument about audio
     ],

@@ -86,7 +86,8 @@ class PipelineInfo:
 
         known: Iterable[Any] = vars(sys.modules[self.pipeline_class.__module__]).values()
         outputs = [name for name in known if inspect.isclass(name) and issubclass(name, BaseOutput)]
-        fields = {field.name for output in outputs for field in dataclasses.fields(cast(Any, output))}
+        # BaseOutput itself, which modules import, is no dataclass.
+        fields = {f.name for output in outputs if dataclasses.is_dataclass(output) for f in dataclasses.fields(output)}
         if "num_frames" in call_parameters(self.pipeline_class):
             return "video"
         return next((made for field, made in _OUTPUT_FIELDS.items() if field in fields), "image")

@@ -46,6 +46,12 @@ def process(
     return processor.process(prompt, params)  # type: ignore[arg-type]
 
 
+def test_a_stage_that_could_serve_no_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StageConfigError, match=r"FluxFillPipeline needs mask_image, and a request has only a prompt"):
+        make_processor(tmp_path, "FluxFillPipeline")
+    make_processor(tmp_path, "FluxFillPipeline", sources=(0,))  # which may make the mask
+
+
 def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:
     settings = {"height": 64, "guidance_scale": 3, "seed": 5, "num_outputs_per_prompt": 2}
     as_dict = process(processors["text"], settings)

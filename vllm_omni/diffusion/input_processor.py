@@ -42,8 +42,9 @@ class DiffusionInputProcessor:
             model: The stage's checkpoint.
 
         Raises:
-            StageConfigError: The checkpoint is not a supported diffusers pipeline, its output type is not the stage's,
-                or it does not take the stage's `default_sampling_params`.
+            StageConfigError: The checkpoint is not a supported diffusers pipeline, it needs an input that a request
+                cannot have, its output type is not the stage's, or it does not take the stage's
+                `default_sampling_params`.
         """
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
@@ -53,6 +54,8 @@ class DiffusionInputProcessor:
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
+        if self._is_first:
+            _check_inputs(self._info, where)
         _check_output_type(stage, self._info, where)
         try:
             self._defaults, self._set_defaults = read_settings(stage.default_sampling_params, self._info.pipeline_class)
@@ -146,6 +149,15 @@ class DiffusionInputProcessor:
             raise ValueError(
                 f"lora_request: {path!r} does not exist; give an adapter's file or folder, or its hub name"
             )
+
+
+def _check_inputs(info: PipelineInfo, where: str) -> None:
+    """Those of a later stage can come from the stages before it (`StageInput.additional_information`)."""
+    if info.missing_inputs:
+        raise StageConfigError(
+            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, and a request has only a "
+            "prompt and input images (image); use a pipeline without it"
+        )
 
 
 def _check_output_type(stage: OmniStageConfig, info: PipelineInfo, where: str) -> None:

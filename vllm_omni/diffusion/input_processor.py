@@ -155,8 +155,8 @@ def _check_inputs(info: PipelineInfo, where: str) -> None:
     """Those of a later stage can come from the stages before it (`StageInput.additional_information`)."""
     if info.missing_inputs:
         raise StageConfigError(
-            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, and a request has only a "
-            "prompt and input images (image); use a pipeline without it"
+            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, and a request has "
+            "only a prompt and input images (image); use a pipeline without it"
         )
 
 

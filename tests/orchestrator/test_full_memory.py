@@ -3,6 +3,7 @@
 
 import contextlib
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_o
 from tests.small_file_system import small_file_system
 from vllm_omni.distributed import run_dir
 from vllm_omni.events import CompletedEvent
+from vllm_omni.metrics.timeline import Timeline
 
 MB = 1 << 20
 CONFIG = make_config(fake_stage(0, "a", (), "text"), fake_stage(1, "b", (0,), "audio"), max_inflight=8)
@@ -48,6 +50,23 @@ def test_a_memory_file_system_that_fills_while_a_stage_loads(monkeypatch: pytest
         finally:
             orchestrator.close()
         assert shutil.disk_usage(folder).used == 0
+
+
+def test_a_full_disk_without_a_memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the pipeline are on it, and its timeline."""
+    with small_file_system(MB) as folder:
+        monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", Path("/nowhere"))
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        timeline = Timeline(folder / "trace.json", CONFIG)
+        fill(folder)
+        orchestrator = open_orchestrator(CONFIG, observers=[timeline])
+        try:
+            caller = Caller(orchestrator, CONFIG)
+            for _ in range(2):
+                caller.submit("p" * MB, fake_bytes=MB)
+                assert isinstance(caller.wait_one(), CompletedEvent)
+        finally:
+            orchestrator.close()
 
 
 def test_requests_are_completed_on_a_full_memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:

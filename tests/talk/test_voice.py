@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The voice and the recognizer, without a pipeline: the one understands the other."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
+from tests.entrypoints.fake_pipelines import running
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.small_apps import send
+from tests.entrypoints.spoken_functions import WRITING_STAGE
+from tests.orchestrator.pipelines import function_stage
+from vllm_omni import AsyncOmniLLM
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.config.utils import convert
 from vllm_omni.errors import InvalidRequestError
@@ -154,3 +162,29 @@ def test_nothing_is_reported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import vllm_omni.talk.voice, onnxruntime"]
     subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, check=True)
     assert not (tmp_path / ".ses").exists()
+
+
+def test_a_text_without_words_is_the_callers_mistake_and_a_reply_without_words_is_silent(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    speaking = function_stage(1, "tts", Voice, (0,), "audio") | {"accepts": "text", "sample_rate": SAMPLE_RATE}
+    with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), [WRITING_STAGE, speaking]) as llm:
+        server = FakeServer(llm)
+
+        def speak(text: str, **fields: object) -> httpx.Response:
+            return send(
+                server.app, "POST", "/v1/audio/speech", json={"input": text, "response_format": "pcm", **fields}
+            )
+
+        for fields in ({}, {"stream": False}, {"stream_format": "sse"}):
+            refused = speak("...", **fields)
+            assert refused.status_code == 400, refused.text
+            assert "the text has no words that this voice can speak" in refused.json()["error"]["message"]
+        spoken = speak(f"It is {'7' * 40}.")
+        assert spoken.status_code == 200 and len(spoken.content) > SAMPLE_RATE
+
+        async def reply(text: str) -> torch.Tensor:
+            events = [event async for event in llm.generate({"prompt": text, "modalities": ["audio"]})]
+            return events[-1].outputs[0].multimodal_output["audio"]
+
+        assert [asyncio.run(reply(text)).numel() > 0 for text in ("...", "Hello.", "...")] == [False, True, False]

@@ -2,6 +2,7 @@
 """Opens a pipeline for a checkpoint: resolves its configuration, starts the stages, and makes its request builder."""
 
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def open_pipeline(
     resolved = resolve_pipeline(args)
     fetch_weights(resolved, args.model)
     config = resolved.config
+    if resolved.engine_args:
+        _check_locks()
     has_cluster = config.runtime.distributed_backend is not None
     placements = {} if has_cluster else place_cores(config)  # Else each stage computes its share of its machine.
     server.preload(_modules_to_preload(resolved, args.model))
@@ -116,6 +119,21 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
 
         observers += [SummaryLog(), PrometheusObserver(config)]
     return observers
+
+
+def _check_locks() -> None:
+    """vLLM's executors make locks between processes, even for one.
+
+    Raises:
+        PipelineStartError: The system refuses them.
+    """
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise PipelineStartError(
+            f"vLLM's engines need locks in /dev/shm, which cannot be written ({error.strerror}); mount it writable, "
+            "in a container with --shm-size=2g or --ipc=host"
+        ) from error
 
 
 def _modules_to_preload(resolved: ResolvedPipeline, model: str) -> list[str]:

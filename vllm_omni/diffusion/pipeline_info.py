@@ -302,7 +302,7 @@ def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) 
 
 
 def fewest_steps(model: str, index: dict[str, Any], revision: str | None = None) -> int:
-    """Of a denoising. Takes the arguments of `temporal_factor`.
+    """The fewest steps of a denoising. Takes the arguments of `temporal_factor`.
 
     A scheduler with a terminal noise stretches its schedule from the first step to the last: it divides by zero if they
     are the same.

@@ -30,7 +30,7 @@ class MediaTokens:
             processor: The model's. It is copied: tokenizers serve one thread.
         """
         self.max_tokens = max_tokens
-        self._texts = {kind: processor.dummy_inputs.get_dummy_text({kind: 1}) for kind in ("image", "video")}
+        self._dummy_inputs = processor.dummy_inputs
         self._processor = copy.deepcopy(processor.info.get_hf_processor())
         # As vLLM calls it, whose own call reads what it returns.
         settings = processor.info.ctx.get_merged_mm_kwargs({})
@@ -45,7 +45,8 @@ class MediaTokens:
         media = torch.empty(frame if kind == "image" else (num_frames, *frame), dtype=torch.uint8, device="meta")
         try:
             with self._lock:
-                made = self._processor(text=self._texts[kind], **{f"{kind}s": [media]}, **self._settings)
+                text = self._dummy_inputs.get_dummy_text({kind: 1})
+                made = self._processor(text=text, **{f"{kind}s": [media]}, **self._settings)
         except Exception as error:  # Processors raise many types, and one that reads pixels finds none.
             logger.debug("the model's processor does not tell the tokens of %s: %r", kind, error)
             return 0

@@ -133,7 +133,7 @@ class ASRStage:
 
 
 def _digest(url: str, sound: tuple[np.ndarray, float] | None) -> bytes:
-    """Of a sound, or of the data URI that contains it."""
+    """The digest of a sound, or of the data URI that contains it."""
     if sound is None:
         return hashlib.sha256(url.encode()).digest()
     samples, sample_rate = sound

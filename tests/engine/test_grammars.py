@@ -199,7 +199,7 @@ def test_a_grammar_whose_masks_take_too_long_is_refused(engine: OmniLLMEngine, m
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "TRIAL_TIME_S", 0.0)
         (output,) = run(engine, PROMPTS, slow)
-    assert "takes more than 0 s for 24 tokens" in str(output.outputs[0].stop_reason)
+    assert "takes more than 0 s for 256 tokens" in str(output.outputs[0].stop_reason)
     (output,) = run(engine, PROMPTS, constrained(choice=["yes"]))
     assert output.outputs[0].text == "yes"
 
@@ -224,11 +224,11 @@ class TestTheTrial:
         return written
 
     def test_writes_the_first_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.try_it(monkeypatch, [[2, 40], [5]]) == [40, *[5] * 23, -1]
+        assert self.try_it(monkeypatch, [[2, 40], [5]]) == [40, *[5] * (grammars.TRIAL_TOKENS - 1), -1]
         assert self.try_it(monkeypatch, [[40], [2]]) == [40, -1]
 
     def test_refuses_what_is_slow_or_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert len(self.try_it(monkeypatch, [[5]], seconds=0.05)) == 25
+        assert len(self.try_it(monkeypatch, [[5]], seconds=0.005)) == grammars.TRIAL_TOKENS + 1
         with pytest.raises(ValueError, match="takes more than 2 s"):
             self.try_it(monkeypatch, [[5]], seconds=0.3)
 

@@ -232,7 +232,8 @@ class _Renderer:
     def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
         self._renderer = renderer
         processor = client.renderer.mm_processor
-        self._media_tokens = processor and MediaTokens(processor, client.model_config.max_model_len)
+        max_model_len = client.model_config.max_model_len
+        self._media_tokens = None if processor is None else MediaTokens(processor, max_model_len)
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 

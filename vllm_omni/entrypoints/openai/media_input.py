@@ -220,7 +220,7 @@ class GuardedMediaIO(MediaIO[Any]):
             kind_of(media_io)
         ]
         if isinstance(media_io, VideoMediaIO):
-            media_io.video_loader = _reporting(type(media_io.video_loader))()
+            media_io.video_loader = _reporting(type(media_io.video_loader))()  # type: ignore[arg-type]
             # A video may be a list of images.
             image_io = GuardedMediaIO(media_io.image_io, limits, label, budget, context, is_frame=True)
             media_io.image_io = image_io  # type: ignore[assignment]

@@ -164,6 +164,7 @@ def test_nothing_is_reported(tmp_path: Path) -> None:
     assert not (tmp_path / ".ses").exists()
 
 
+@pytest.mark.slow
 def test_a_text_without_words_is_the_callers_mistake_and_a_reply_without_words_is_silent(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -334,10 +334,10 @@ def _check_connectors(config: PipelineConfig) -> None:
             used.add(name)
     for name, connector in runtime.connectors.items():
         where = f"runtime.connectors.{name}"
-        known = () if connector.name == "InlineConnector" else (SHM_THRESHOLD,)
+        keys = () if connector.name == "InlineConnector" else (SHM_THRESHOLD,)
         for key in connector.extra:
-            if key not in known:
-                raise StageConfigError(f"{where}: extra: {connector.name} has no {key!r}{nearest(key, known)}")
+            if key not in keys:
+                raise StageConfigError(f"{where}: extra: {connector.name} has no {key!r}{nearest(key, keys)}")
         if name not in used:
             raise StageConfigError(
                 f"{where}: no edge uses it; name it in input_connectors or output_connectors of a stage, or remove it"

@@ -8,11 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.clock import Clock
-from tests.orchestrator.pipelines import TRIANGLE, Caller, fake_stage, state_of, texts
+from tests.orchestrator.pipelines import TRIANGLE, Caller, state_of, texts
 from tests.orchestrator.test_failure import is_ready, processes, restarts_of, running, wait_until
 from tests.orchestrator.test_supervisor import Pipeline
 from vllm_omni.distributed.messages import HEARTBEAT_S
 from vllm_omni.orchestrator import silence, supervisor
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.silence import UNRESPONSIVE_S, SilenceWatch
 
 ALL = ("a", "b", "c")
@@ -108,10 +109,14 @@ def test_a_busy_thread_listens(watched: Watched) -> None:
     assert states == ["ready", "ready", "unresponsive"]
 
 
-def test_without_a_limit_nothing_is_killed(watched: Watched) -> None:
-    stage = watched.pipeline.stages["c"]
-    config = replace(stage.config, runtime=replace(stage.config.runtime, step_timeout_s=0.0))
+def set_limit(stage: StageHandle, seconds: float) -> None:
+    """Sets `step_timeout_s` for the orchestrator, not in the stage's process."""
+    config = replace(stage.config, runtime=replace(stage.config.runtime, step_timeout_s=seconds))
     stage.instance = replace(stage.instance, stage=config)
+
+
+def test_without_a_limit_nothing_is_killed(watched: Watched) -> None:
+    set_limit(watched.pipeline.stages["c"], 0.0)
     watched.pass_time(10 * TIMEOUT_S, ("a", "b"))
     assert watched.pipeline.states == ["ready", "ready", "unresponsive"] and watched.kills == [0, 0]
     assert watched.listen() == ["ready"] * 3
@@ -120,19 +125,19 @@ def test_without_a_limit_nothing_is_killed(watched: Watched) -> None:
 @pytest.mark.slow  # Heartbeats have to stay away.
 def test_a_stopped_process_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "UNRESPONSIVE_S", HEARTBEAT_S + 1.0)
-    stages = (TRIANGLE[0], fake_stage(1, "b", (0,), step_timeout_s=1.0), TRIANGLE[2])
 
     def wait_until_unresponsive(caller: Caller) -> None:
         os.kill(processes(caller)["b"], signal.SIGSTOP)
         caller.submit("b")
         wait_until(lambda: state_of(caller.orchestrator)["b"] == "unresponsive")
 
-    with running(*stages) as caller:
+    with running(*TRIANGLE) as caller:
         wait_until_unresponsive(caller)
         os.kill(processes(caller)["b"], signal.SIGCONT)
         assert texts(caller.wait_one())[1] == "b>a+b>a>b>c"
         wait_until(lambda: is_ready(caller))
         assert restarts_of(caller, "b") == 0
+        set_limit(caller.orchestrator._stages[1], 1.0)
         wait_until_unresponsive(caller)
         assert texts(caller.wait_one())[1] == "b>a+b>a>b>c", "it is tried again in the next process"
         assert restarts_of(caller, "b") == 1

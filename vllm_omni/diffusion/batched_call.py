@@ -264,7 +264,7 @@ def compute(calls: Sequence[ModuleCall], *, copies_shared: bool = False) -> list
 
 
 def find_differing(calls: Sequence[ModuleCall], known: set[int]) -> set[int]:
-    """Which of the values with rows are not the same in all of these calls of one layout, by their position.
+    """The positions of values with rows that are not the same in all of these calls of one layout.
 
     Args:
         known: Positions that need no comparison. The others are compared bit by bit on their device, and the CPU waits.

@@ -25,7 +25,7 @@ class JoinChecks:
         self._differed: dict[Hashable, set[int]] = {}  # by layout: values with rows that differed in a comparison
 
     def find_unchecked(self, calls: Sequence[ModuleCall]) -> set[int] | None:
-        """In which values with rows these calls differ, if they have to be compared; None if they have not."""
+        """The values with rows in which these calls differ, if they have to be compared; None if they have not."""
         known = self._differed.get(calls[0].layout)
         if known is not None and len(known) == count_rows(calls[0]):
             return None
@@ -64,7 +64,7 @@ def are_close(joint: Any, alone: Any, precision: float) -> bool:
 
 
 def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """In the root of the mean square. Videos are large: not all of their values are converted at a time."""
+    """The error in the root of the mean square. Videos are large: not all of their values are converted at a time."""
     error = size = torch.tensor(0.0, dtype=torch.float64, device=value.device)
     for pair in zip(value.flatten().split(_CHUNK), expected.flatten().split(_CHUNK), strict=True):
         a, b = (torch.nan_to_num(values.double(), posinf=_LARGE, neginf=-_LARGE) for values in pair)

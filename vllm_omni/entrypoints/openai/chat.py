@@ -232,14 +232,17 @@ class _Renderer:
     def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
         self._renderer = renderer
         processor = client.renderer.mm_processor
-        max_model_len = client.model_config.max_model_len
-        self._media_tokens = None if processor is None else MediaTokens(processor, max_model_len)
+        self._media_tokens = None
+        if processor is not None:
+            self._media_tokens = MediaTokens(processor, client.model_config.max_model_len)
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
-        RequestContext.current().media_tokens = self._media_tokens if is_harmless else None
+        context = RequestContext.current()
+        context.media_tokens = self._media_tokens if is_harmless else None
+        context.reads_sound_in_video = bool((request.mm_processor_kwargs or {}).get("use_audio_in_video"))
         try:
             return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
         except VLLMClientError:

@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
@@ -73,8 +73,9 @@ class Transcripts:
             return message
         own = audio if isinstance(audio, dict) else {}
         audio_id, transcript = own.get("id"), own.get("transcript")
-        known: Mapping[str, tuple[float, str]] = self._kept.get(owner, {})
-        expiry, kept_transcript = known.get(audio_id, (0.0, "")) if isinstance(audio_id, str) else (0.0, "")
+        expiry, kept_transcript = 0.0, ""
+        if owner in self._kept and isinstance(audio_id, str):
+            expiry, kept_transcript = self._kept[owner].get(audio_id, (0.0, ""))
         if expiry > time.time():
             transcript = kept_transcript
         if not isinstance(transcript, str):

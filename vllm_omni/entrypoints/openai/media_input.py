@@ -52,6 +52,7 @@ from vllm.multimodal.media import (
 )
 from vllm.multimodal.media.base import MediaIO
 from vllm.multimodal.video import VideoLoader
+from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata
 
 from vllm_omni.engine.images import OmniImageIO
 from vllm_omni.entrypoints.openai.media_budget import MediaBudget, MediaShare
@@ -65,6 +66,9 @@ CONNECTOR_NAME = "omni"
 
 MIN_AUDIO_SECONDS = 0.025
 """The shortest sound that is read: a window of the models' spectrograms."""
+
+SILENCE_RATE = 16_000
+"""Samples a second of what is read as the sound of a video that has none."""
 
 IMAGE_PIXEL_BYTES, FRAME_PIXEL_BYTES, SAMPLE_BYTES = 4, 3, 4
 """As Pillow, vLLM's readers of videos, and those of sounds keep them."""
@@ -220,7 +224,8 @@ class GuardedMediaIO(MediaIO[Any]):
             kind_of(media_io)
         ]
         if isinstance(media_io, VideoMediaIO):
-            media_io.video_loader = _reporting(type(media_io.video_loader))()  # type: ignore[arg-type]
+            loader: Any = type(media_io.video_loader)
+            media_io.video_loader = _reporting(loader)()
             # A video may be a list of images.
             image_io = GuardedMediaIO(media_io.image_io, limits, label, budget, context, is_frame=True)
             media_io.image_io = image_io  # type: ignore[assignment]
@@ -307,17 +312,24 @@ class GuardedMediaIO(MediaIO[Any]):
 
     def _read_sound(self, data: bytes, share: MediaShare) -> Any:
         check_container(data)
-        data = with_num_samples(data)
-        try:
-            info = soundfile.info(BytesIO(data))
-            share.take(info.frames * info.channels * SAMPLE_BYTES)
-            sound = self._media_io.load_bytes(data)
-        except soundfile.LibsndfileError:
-            sound = read_by_ffmpeg(data, share)
+        if self._context.reads_sound_in_video and (seconds := seconds_of_silent_video(data)):
+            self._check_video(data)  # Its seconds.
+            share.take(round(seconds * SILENCE_RATE) * SAMPLE_BYTES)
+            sound: tuple[np.ndarray, float] = np.zeros(round(seconds * SILENCE_RATE), np.float32), SILENCE_RATE
+        else:
+            sound = self._decode_sound(with_num_samples(data), share)
         self._check_seconds(len(sound[0]) / sound[1])
         share.take(sound[0].nbytes)
         share.release_with(sound[0])
         return sound
+
+    def _decode_sound(self, data: bytes, share: MediaShare) -> tuple[np.ndarray, float]:
+        try:
+            info = soundfile.info(BytesIO(data))
+            share.take(info.frames * info.channels * SAMPLE_BYTES)
+            return self._media_io.load_bytes(data)
+        except soundfile.LibsndfileError:
+            return read_by_ffmpeg(data, share)
 
     def _read_video(self, data: bytes, share: MediaShare) -> Any:
         stream = self._check_video(data)
@@ -384,8 +396,12 @@ def _reporting(loader: type[VideoLoader]) -> type[VideoLoader]:
 
     class Reporting(loader):  # type: ignore[valid-type, misc]
         @classmethod
-        def compute_frames_index_to_sample(cls, *args: Any, **kwargs: Any) -> list[int]:
-            indices = super().compute_frames_index_to_sample(*args, **kwargs)
+        def compute_frames_index_to_sample(
+            cls, source: VideoSourceMetadata, target: VideoTargetMetadata, **kwargs: Any
+        ) -> list[int]:
+            # vLLM's for models that read pairs of frames divides by zero.
+            is_single = source.total_frames_num == 1
+            indices = [0] if is_single else super().compute_frames_index_to_sample(source, target, **kwargs)
             _on_sampling.get()(len(indices))
             return indices
 
@@ -455,6 +471,16 @@ def with_length(data: bytes) -> bytes:
                     packet.stream = copy
                     target.mux(packet)
     return file.getvalue()
+
+
+def seconds_of_silent_video(data: bytes) -> float:
+    """The length of a video without sound; 0 of any other file."""
+    with contextlib.suppress(av.FFmpegError), av.open(BytesIO(data), "r") as container:
+        if container.streams.video and not container.streams.audio:
+            stream = container.streams.video[0]
+            length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
+            return max(float(length), (container.duration or 0) / av.time_base, MIN_AUDIO_SECONDS)
+    return 0.0
 
 
 def with_num_samples(data: bytes) -> bytes:

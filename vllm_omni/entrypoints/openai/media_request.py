@@ -40,6 +40,7 @@ _MAX_FIELDS = 100
 _MAX_NAME = 100  # Characters of a client's word in an error.
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
+_INDEX = re.compile(r"\[[0-9]*\]$")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
@@ -244,8 +245,8 @@ async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
-            # Clients write a list as `image[]`, and a field of an object as `input_reference[image_url]`.
-            name = key.removesuffix("[]").removesuffix("[image_url]").removesuffix("[audio_url]")
+            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`.
+            name = _INDEX.sub("", key).removesuffix("[image_url]").removesuffix("[audio_url]")
             if value == "" or (isinstance(value, UploadFile) and not value.filename and not value.size):
                 continue  # A page sends its unfilled fields, too.
             if name == file_field:

@@ -70,6 +70,7 @@ class RequestContext:
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
+        reads_sound_in_video: Whether the model hears its videos; one without sound is silent to it.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
@@ -86,6 +87,7 @@ class RequestContext:
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None
+    reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False

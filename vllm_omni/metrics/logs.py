@@ -95,14 +95,14 @@ def log_loudly() -> None:
 
 
 def configure_process() -> None:
-    """In a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
+    """Configures a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
     if _is_quiet():
         logging.config.dictConfig(json.loads(_QUIET_CONFIG.read_text()))
         warnings.filterwarnings("ignore", category=FutureWarning)  # about code of others
 
 
 def log_warnings() -> None:
-    """After the start, vLLM's warnings are about requests, no longer about settings that this package chose."""
+    """Logs vLLM's warnings from now on: after the start they are about requests, not about settings of this package."""
     if _is_quiet():
         logging.getLogger("vllm").setLevel(logging.WARNING)
 

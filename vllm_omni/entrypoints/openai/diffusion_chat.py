@@ -71,7 +71,7 @@ class DiffusionChat(DiffusionEndpoint):
         self.check_model(request.model)
         if not can_chat(self.stage):
             raise VLLMValidationError(
-                "this model holds no chat; GET /v1/pipeline lists its endpoints, such as /v1/audio/speech for speech",
+                "this model reads no conversation; POST /v1/audio/speech speaks a text; see GET /v1/pipeline",
                 parameter="model",
             )
         for name in _FOR_TEXT:

@@ -187,13 +187,13 @@ async def _on_client_error(request: Request, error: VLLMClientError) -> JSONResp
 
 
 async def _on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
-    """Also of an unknown path or method; with the framework's headers."""
+    """Answers errors of the framework, an unknown path or method among them, with its headers."""
     _log_stack(request, error)
     return error_response(error.detail, HTTPStatus(error.status_code), error.headers)
 
 
 def _log_stack(request: Request, error: Exception) -> None:
-    """For `--log-error-stack`, as vLLM's handlers."""
+    """Logs the stack if `--log-error-stack` asks for it, as vLLM's handlers do."""
     if request.app.state.args.log_error_stack:
         logger.error("a request was refused", exc_info=error)
 

@@ -103,7 +103,7 @@ def validator_of(model: Any) -> SchemaValidator:
 
 
 def bounded_validator(schema: CoreSchema) -> SchemaValidator:
-    """As `validator_of`, of a type's schema."""
+    """Pydantic's validator of a schema, see `validator_of`."""
     return SchemaValidator(_bounded(schema), _use_prebuilt=False)
 
 

@@ -32,8 +32,7 @@ def async_engine(
     """Its requests preempt each other. On each of vLLM's model runners that can be had here."""
     with overlapping_steps() as patch:
         envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
-        if request.param == "v1":
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", {"v1": "0", "v2": "1"}[request.param])
         engine = start_engine(
             tiny_qwen3,
             block_size=BLOCK_SIZE,

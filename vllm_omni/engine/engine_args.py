@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+import vllm.envs as envs
 from pydantic import ValidationError
 from vllm.config import (
     ECTransferConfig,
@@ -74,6 +75,10 @@ ROW_CACHE_BYTES = 4 << 30
 USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
 """vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+PASSED_ON_GPU: frozenset[Literal["async_rows", "v2_model_runner"]] = frozenset()
+"""What is on by default besides asynchronous scheduling of text without rows: what has passed on a GPU, as the table of
+docs/devices.md says. The rest is one setting away: `async_scheduling` of a stage with rows (`async_rows`), and the
+variable for V2."""
 _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 """Methods of models (`SupportsPostprocess`, `SupportsFeedback`) that leave something for the next step."""
 
@@ -154,7 +159,8 @@ class StageEngineArgs(EngineArgs):
         self.async_scheduling = False
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
-        with _v1_runner_in_environment():
+        # Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses.
+        with _runner_in_environment("0"):
             config = super().create_engine_config(*args, **kwargs)
         is_async = config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]
         if is_async:
@@ -165,12 +171,17 @@ class StageEngineArgs(EngineArgs):
 
 
 def _can_use_v2_runner(config: VllmConfig) -> bool:
-    """Whether vLLM would take its V2 model runner, and the stage needs nothing that only our model runners have.
+    """Whether V2 is chosen, vLLM would take it, and the stage needs nothing that only our model runners have.
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    if not ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen):
+        return False
+    with _runner_in_environment(None):
+        would_take = config.use_v2_model_runner
     return (
-        config.use_v2_model_runner
+        would_take
         and not OmniEngineSettings.from_vllm_config(config).emits_rows
         and config.parallel_config.world_size == 1
         and config.speculative_config is None
@@ -180,16 +191,16 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
 
 
 @contextmanager
-def _v1_runner_in_environment() -> Iterator[None]:
-    """Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses."""
-    before = os.environ.get(_V2_RUNNER_VARIABLE)
-    os.environ[_V2_RUNNER_VARIABLE] = "0"
+def _runner_in_environment(value: str | None) -> Iterator[None]:
+    """Has vLLM read this choice of a model runner; None: it chooses itself."""
+    before = os.environ.pop(_V2_RUNNER_VARIABLE, None)
+    if value is not None:
+        os.environ[_V2_RUNNER_VARIABLE] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_V2_RUNNER_VARIABLE]
-        else:
+        os.environ.pop(_V2_RUNNER_VARIABLE, None)
+        if before is not None:
             os.environ[_V2_RUNNER_VARIABLE] = before
 
 
@@ -230,7 +241,6 @@ def create_engine_args(
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
-    _refuse_v2_model_runner()
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
     )
@@ -257,13 +267,15 @@ def _samples_codes(arguments: dict[str, Any]) -> bool:
 
 
 def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) -> bool | None:
-    """Whether a stage is scheduled asynchronously. None: vLLM decides, as for a text, and does so for accelerators.
+    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, as for a text, and does so for
+    accelerators.
 
     Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
     in other processes, and of drafts, would come too late.
     """
     is_text = settings.engine_type == "ar" and settings.uses_generation_config
     is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
+    is_plain &= not settings.emits_rows or "async_rows" in PASSED_ON_GPU
     return None if is_text and is_plain and "scheduler_cls" not in arguments else False
 
 
@@ -329,13 +341,6 @@ def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSett
         arguments["enable_prefix_caching"] = False
         reason = "it keeps no keys and values"
         logger.warning_once("stage %s runs without enable_prefix_caching: %s", settings.model_stage, reason)
-
-
-def _refuse_v2_model_runner() -> None:
-    if not current_platform.is_cpu() and os.environ.get(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
-        raise StageConfigError(
-            f"stages choose vLLM's model runner themselves: unset {_V2_RUNNER_VARIABLE}, or set it to 0"
-        )
 
 
 def message_of(error: Exception) -> str:

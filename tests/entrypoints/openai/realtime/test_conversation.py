@@ -3,19 +3,24 @@
 
 import asyncio
 import base64
+import io
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
+from vllm import envs
 
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
+from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
+    Sound,
     read_item,
     spoken_length,
     to_messages,
@@ -193,3 +198,16 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
         assert output.item.made_ms == 1000
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("connector", "start"), [(CONNECTOR_NAME, "sound:"), ("http", "data:audio/wav;base64,")])
+def test_another_connector_gets_sounds_as_files(monkeypatch: pytest.MonkeyPatch, connector: str, start: str) -> None:
+    """It does not know the addresses of a session."""
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", connector)
+    envs.disable_envs_cache()
+    samples = np.array([0, 1000, -1000], np.int16)
+    url = Sound(samples, FORMATS["audio/pcm"]).url
+    assert url.startswith(start)
+    if connector != CONNECTOR_NAME:
+        read, rate = soundfile.read(io.BytesIO(base64.b64decode(url.removeprefix(start))), dtype="int16")
+        assert rate == 24000 and (read == samples).all()

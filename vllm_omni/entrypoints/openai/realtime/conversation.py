@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import regex
 from openai.types.realtime.response_item_reference import ResponseItemReference
+from vllm import envs
 from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.openai import media_input
+from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
@@ -53,6 +55,14 @@ class Sound:
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.format.sample_rate
+
+    @property
+    def url(self) -> str:
+        """Its address in messages; where another connector of vLLM's reads these, the sound itself, as a WAV file."""
+        if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
+            return self.address
+        pcm = self.samples.astype("<i2").tobytes()
+        return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
 
     def decoded(self) -> tuple[np.ndarray, float]:
         """float32 `[n]` in [-1, 1], and its samples per second."""
@@ -325,7 +335,7 @@ def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
         sound = item.sounds[index]
         if sound.text is not None:
             return {"type": "text", "text": sound.text}
-        return {"type": "audio_url", "audio_url": {"url": sound.address}, "uuid": sound.address}
+        return {"type": "audio_url", "audio_url": {"url": sound.url}, "uuid": sound.address}
     if part["type"] == "input_image":
         image = {"url": part["image_url"], **({"detail": part["detail"]} if "detail" in part else {})}
         return {"type": "image_url", "image_url": image}

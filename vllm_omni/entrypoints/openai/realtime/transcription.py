@@ -35,7 +35,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
     assert stage is not None
 
     async def write(sound: Sound, settings: Values) -> None:
-        sound.text = await stage.transcript(sound.address, "item.content", settings)
+        sound.text = await stage.transcript(sound.url, "item.content", settings)
 
     try:
         await asyncio.gather(*(write(*each) for each in sounds))
@@ -95,7 +95,7 @@ class InputTranscriptions:
                 yield sound.text
             return
         transcript.usage = token_usage(UsageInfo())
-        request = transcription_request(settings, sound.address).as_chat(
+        request = transcription_request(settings, sound.url).as_chat(
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model

@@ -168,7 +168,8 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; remove one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
-    if (stage.runs_vllm or stage.kind == "DiT") and stage.final_output_type not in (None, *OUTPUT_TYPES):
+    types = (None, *OUTPUT_TYPES, stage.engine_args.get("engine_output_type"))  # or the rows of its engine, as they are
+    if (stage.runs_vllm or stage.kind == "DiT") and stage.final_output_type not in types:
         raise StageConfigError(
             f"{where}: final_output_type {stage.final_output_type!r} is not one of {', '.join(OUTPUT_TYPES)}"
         )

@@ -307,7 +307,11 @@ def fewest_steps(model: str, index: dict[str, Any], revision: str | None = None)
     A scheduler with a terminal noise stretches its schedule from the first step to the last: it divides by zero if they
     are the same.
     """
-    return 2 if any(_component_values("scheduler", (_TERMINAL,), model, index, revision)) else 1
+    try:
+        terminals = _component_values("scheduler", (_TERMINAL,), model, index, revision)
+    except OSError:  # Its pipeline makes the scheduler.
+        return 1
+    return 2 if any(terminals) else 1
 
 
 def _component_values(

@@ -255,10 +255,10 @@ class Campaign:
     def _usage(self) -> Usage:
         processes = [self._process, *self._process.children(recursive=True)]
         server, *stages = (process.memory_full_info().uss for process in processes)
-        return Usage(server, sum(stages), sum(map(_num_files, processes)))
+        return Usage(server, sum(stages), sum(map(num_files, processes)))
 
 
-def _num_files(process: psutil.Process) -> int:
+def num_files(process: psutil.Process) -> int:
     """Without segments of shared memory: senders keep those that they have used, up to a limit in bytes."""
     names = []
     for link in Path(f"/proc/{process.pid}/fd").iterdir():

@@ -15,6 +15,7 @@ import pytest
 
 from tests.entrypoints.fake_pipelines import is_idle, running
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
+from tests.fuzz.campaign import num_files
 from vllm_omni import AsyncOmniLLM
 
 CONCURRENCY = 48
@@ -43,7 +44,7 @@ def held(llm: AsyncOmniLLM) -> list[tuple[int, int, int]]:
     gc.collect()
     stages = [group.process.pid for group in llm._pipeline.orchestrator._supervisor.groups if group.process is not None]
     processes = map(psutil.Process, (os.getpid(), *stages))
-    return [(process.num_fds(), process.num_threads(), process.memory_info().rss) for process in processes]
+    return [(num_files(process), process.num_threads(), process.memory_info().rss) for process in processes]
 
 
 @pytest.mark.slow

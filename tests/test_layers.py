@@ -39,7 +39,6 @@ ORDER = (
     "sampling_params",
     "config",
     "vllm_requirement",
-    "extras",
     "errors",
     "testing",  # imports nothing of ours but the declarations of models
     "speech_recognition",

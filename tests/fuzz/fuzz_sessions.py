@@ -59,7 +59,7 @@ async def fuzz_session(port: int, rng: random.Random) -> list[str]:
     try:
         async with websockets.connect(f"ws://127.0.0.1:{port}/v1/realtime", max_size=None) as socket:
             for _ in range(NUM_EVENTS):
-                sent.append(bad_message(rng))
+                sent.append(_message(rng))
                 await socket.send(sent[-1])
             await socket.send('{"type": "session.update", "event_id": "last", "session": {"type": "realtime"}}')
             await socket.send('{"type": "last", "event_id": "last"}')
@@ -79,8 +79,7 @@ async def _read_to_the_end(socket: websockets.ClientConnection) -> list[str]:
             return faults
 
 
-def bad_message(rng: random.Random) -> str | bytes:
-    """An event that may be wrong anywhere, or no event."""
+def _message(rng: random.Random) -> str | bytes:
     if rng.random() < 0.1:
         return rng.choice(_RAW)
     event = copy.deepcopy(rng.choice(EVENTS))

@@ -107,6 +107,7 @@ def test_a_checkpoint_is_of_one_package(install: Install, tmp_path: Path) -> Non
     ("code", "reason"),
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys; sys.exit('needs a licence')", "SystemExit: needs a licence"),
         ("MODELS = {}", "TypeError: {} is no ModelPackage"),
         ("MODELS = ModelPackage(architectures={'A': 'a.b.C'})", "ValueError: A: 'a.b.C' is not module:class"),
         ("MODELS = ModelPackage(stage_configs=Path('/no/where'))", "there is no folder /no/where"),
@@ -133,12 +134,18 @@ def test_a_broken_package_is_one_warning_that_names_it(
     assert message.startswith("vllm_omni leaves out the models of broken 1.0 (broken): ") and reason in message
 
 
-def test_a_broken_configuration_is_one_warning(install: Install, caplog: pytest.LogCaptureFixture) -> None:
-    install("broken", "MODELS = ModelPackage(hf_configs={'a_model_type': 'broken_models:No'})")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("", "has no attribute 'No'"), ("def __getattr__(name): raise SystemExit('needs a licence')", "needs a licence")],
+)
+def test_a_broken_configuration_is_one_warning(
+    install: Install, caplog: pytest.LogCaptureFixture, code: str, reason: str
+) -> None:
+    install("broken", f"MODELS = ModelPackage(hf_configs={{'a_model_type': 'broken_models:No'}})\n{code}")
     plugin.register()
     (message,) = warnings(caplog)
     assert message.startswith("vllm_omni leaves out broken_models:No, the configuration of a_model_type: ")
-    assert "has no attribute 'No'" in message
+    assert reason in message
 
 
 def test_two_packages_with_the_same_name_are_both_named(install: Install) -> None:

@@ -2,9 +2,11 @@
 """What every recognizer with PocketSphinx is made of."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 
 from vllm_omni.speech_recognition import (
     RATE,
@@ -59,6 +61,23 @@ def test_a_language_model_is_a_distribution_over_the_next_word() -> None:
         total = sum(probability(*context, word) for word in (*vocabulary, "</s>"))
         assert total == pytest.approx(1, abs=1e-3)
     assert probability("red", "circle") > max(probability("red", "square"), probability("red", "red"))
+
+
+def test_what_was_heard_before_changes_nothing() -> None:
+    pytest.importorskip("pocketsphinx", reason="the extra recognizer is not installed")
+    decoder = make_decoder()
+    folder = Path(__file__).parent / "coloured_shapes" / "questions"
+    sounds = [to_input(*soundfile.read(file, dtype="float32")) // 200 for file in sorted(folder.glob("*.flac"))]
+    texts = [recognize(decoder, sound) for sound in sounds]
+    assert texts == [recognize(decoder, sound) for sound in reversed(sounds)][::-1] and len(set(texts)) == 9
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_nothing_is_heard_in_silence(step: int) -> None:
+    pytest.importorskip("pocketsphinx", reason="the extra recognizer is not installed")
+    decoder = make_decoder()
+    silence = (np.random.default_rng(0).random(3 * RATE) < 0.01).astype(np.int16) * np.int16(step)
+    assert [recognize(decoder, silence[:length]) for length in (0, 1, len(silence))] == ["", "", ""]
 
 
 def test_a_decoder_of_given_words_hears_no_others() -> None:

@@ -89,6 +89,10 @@ SIGNATURES = {
         "ec_connector_stats=...",
         f"{SCHED}.guided_scheduler:GuidedScheduler",
     ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": (
+        "self, hidden_states, num_scheduled_tokens",
+        f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": (
         "self, logits, spec_decode_metadata",
         f"{WORKER}.gpu_model_runner:OmniGPUModelRunner",
@@ -130,6 +134,39 @@ SIGNATURES = {
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": (
         "self, request, new_token_ids, is_stale=...",
         f"{SCHED}.omni_ar_scheduler:OmniAsyncARScheduler",
+    ),
+    # Grammars
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_init": (
+        "self, request",
+        f"{ENGINE}.grammars:OmniStructuredOutputManager",
+    ),
+    "vllm.v1.structured_output:StructuredOutputManager._create_grammar": (
+        "self, request",
+        f"{ENGINE}.grammars:OmniStructuredOutputManager",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens": (
+        "self, request_id, tokens",
+        f"{ENGINE}.grammars:ForcedTokens",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.validate_tokens": (
+        "self, tokens",
+        f"{ENGINE}.grammars:ForcedTokens",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.rollback": (
+        "self, num_tokens",
+        f"{ENGINE}.grammars:ForcedTokens",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask": (
+        "self, bitmask, batch_index",
+        f"{ENGINE}.grammars:ForcedTokens",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.is_terminated": (
+        "self",
+        f"{ENGINE}.grammars:ForcedTokens",
+    ),
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.reset": (
+        "self",
+        f"{ENGINE}.grammars:ForcedTokens",
     ),
     # Engine core
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": (
@@ -387,6 +424,10 @@ SIGNATURES = {
 
 # Structure in vLLM -> (fields that we read, write or must keep, the class of ours).
 FIELDS = {
+    "vllm.v1.structured_output.request:StructuredOutputRequest": (
+        "params _grammar reasoning_ended",
+        f"{ENGINE}.grammars:OmniStructuredOutputManager",
+    ),
     "vllm.v1.engine:EngineCoreRequest": (
         "request_id prompt_token_ids mm_features sampling_params prompt_embeds prompt_is_token_ids external_req_id",
         "vllm_omni.payloads:OmniEngineCoreRequest",

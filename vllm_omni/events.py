@@ -29,6 +29,7 @@ class OmniEvent:
         request_id: The caller's id of the request.
         sequence: Number of the event in the request, from 0.
         ts: Time of arrival in the caller's process: `time.time()`, seconds since 1970.
+        prompt_index: Which prompt of a call of `OmniLLM` the event is about, from 0.
     """
 
     is_terminal: ClassVar[bool] = False
@@ -36,6 +37,7 @@ class OmniEvent:
     request_id: str
     sequence: int
     ts: float
+    prompt_index: int = 0
 
     def merge(self, later: OmniEvent) -> OmniEvent | None:
         """Both as one event, for a reader that has taken neither; None if they stay two."""

@@ -164,7 +164,7 @@ def find_models() -> InstalledModels:
         name = _describe(entry_point)
         try:
             packages[name] = _load(entry_point)
-        except Exception as error:  # Code of another package: it must not stop vLLM, or our own models.
+        except (Exception, SystemExit) as error:  # Code of another package: it must not stop vLLM, or our own models.
             broken[name] = f"{entry_point.value}: {type(error).__name__}: {error}"
     conflicts = _find_conflicts(packages)
     return InstalledModels({name: m for name, m in packages.items() if name not in conflicts}, broken | conflicts)

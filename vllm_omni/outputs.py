@@ -6,13 +6,14 @@
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from vllm_omni.errors import RequestError
 from vllm_omni.media import count_media, read_media
 from vllm_omni.metrics.stats import StageMetrics
 
@@ -238,7 +239,10 @@ class OmniRequestOutput:
         sample_rate: Samples per second of `audio`, or of a file's sound; None if there is none, or it is not known.
         fps: Frames per second of a video; None for other outputs.
         output_format: Format of `images` and `videos`: `pil`, `png`, `mp4`, ...; None if there are none.
+        error: Why the prompt failed, with `on_error="return"`: its one output, of no type, has nothing else.
     """
+
+    error: RequestError | None = None
 
     def __init__(
         self,
@@ -267,6 +271,14 @@ class OmniRequestOutput:
         self.sample_rate: int | None = media_data.get("sample_rate") or sample_rate
         self.fps: float | None = media_data.get("fps")
         self.output_format: str | None = media_data.get("output_format")
+
+    @classmethod
+    def failed(cls, error: RequestError) -> Self:
+        """The output of a prompt that failed."""
+        stage_id = -1 if error.stage_id is None else error.stage_id
+        output = cls(error.request_id, StageOutput(request_id=error.request_id, stage_id=stage_id), "", [])
+        output.error = error
+        return output
 
     @cached_property
     def images(self) -> list[Any]:

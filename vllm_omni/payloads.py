@@ -143,11 +143,15 @@ class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=Tr
 
     Attributes:
         token_information: As in `StageInput`: these rows identify the prompt in the prefix cache. Empty: its tokens do.
+        forced_token_ids: What it generates, before a stop token. Empty: what it samples.
+        owner: Whose request it is: grammars are compiled in turn for each owner.
     """
 
     additional_information: AdditionalInformationPayload | None = None
     guidance: Guidance | None = None
     token_information: list[str] = msgspec.field(default_factory=list)
+    forced_token_ids: list[int] = msgspec.field(default_factory=list)
+    owner: str = ""
 
     @classmethod
     def from_engine_core_request(
@@ -156,6 +160,7 @@ class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=Tr
         additional_information: AdditionalInformationPayload | None,
         guidance: Guidance | None = None,
         token_information: Sequence[str] = (),
+        forced_token_ids: Sequence[int] = (),
     ) -> "OmniEngineCoreRequest":
         fields = {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
         return cls(
@@ -163,6 +168,7 @@ class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=Tr
             additional_information=additional_information,
             guidance=guidance,
             token_information=list(token_information),
+            forced_token_ids=list(forced_token_ids),
         )
 
     def make_twin(self) -> "OmniEngineCoreRequest":
@@ -180,6 +186,7 @@ class OmniEngineCoreRequest(EngineCoreRequest, array_like=True, omit_defaults=Tr
             sampling_params=SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens),
             additional_information=None,
             guidance=None,
+            forced_token_ids=[],
         )
 
 

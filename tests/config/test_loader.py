@@ -12,7 +12,7 @@ import yaml
 from vllm_omni.config import load_pipeline_config
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig, WindowConfig, find_stage
-from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.config.utils import nearest, stage_configs_dir
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
@@ -155,6 +155,19 @@ def change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("stage_args.0.output_connectors", {"to_stage_1": "bog"}, ["connector 'bog'", "did you mean 'big'"]),
         ("runtime.edges.0.window_size", 8, ["edge 0 -> 1", "reads whole results only; remove window_size"]),
         ("runtime.edges.0.from", 1, ["runtime.edges 1 -> 1"]),
+        ("runtime.edges", [{"from": 0, "to": 1}] * 2, ["runtime.edges: 0 -> 1 is given twice"]),
+        ("stage_args.1.engine_input_source", [0, 0], ["engine_input_source names stage 0 twice"]),
+        (
+            "stage_args.1.final_output_type",
+            "speech",
+            ["stage 1 (vocoder)", "'speech' is not one of text, audio"],
+        ),
+        ("stage_args.1.custom_process_input_func", "os.getcwd", ["os.getcwd is no class that extends StageInput"]),
+        ("stage_args.1.custom_process_input_func", "collections.Counter", ["Counter is no class that extends"]),
+        ("stage_args.0.custom_prompt_func", "os.sep", ["custom_prompt_func: os.sep is no class that extends Prompt"]),
+        ("stage_args.1.input_connectors", {"from_stage_7": "big"}, ["no edge 'from_stage_7'", "has from_stage_0"]),
+        ("runtime.connectors.small", {"name": "InlineConnector"}, ["connectors.small: no edge uses it; name it in"]),
+        ("runtime.connectors.big.extra", {"shm_threshold_byte": 1}, ["did you mean 'shm_threshold_bytes'"]),
         ("stage_args", [], ["stage_args: is empty"]),
     ],
 )
@@ -174,10 +187,21 @@ def test_a_pipeline_without_output_is_refused() -> None:
         parse_pipeline_config(raw, "f")
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [", "is not YAML"), ("- 1", "must be a mapping")])
-def test_an_unreadable_file(tmp_path: Path, text: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"a: [", "is not YAML"),
+        (b"- 1", "must be a mapping"),
+        ("stage_args: []".encode("utf-16"), r"broken.yaml: is not UTF-8 \(byte 0\); save it in this encoding"),
+        ("stage_args: [] # \xe9".encode("latin-1"), r"is not UTF-8 \(byte 17\)"),
+        (b"[" * 5000, "is nested too deeply"),
+        (b"runtime: {}\nstage_args: []\nruntime: {}", r"(?s)'runtime' is given twice; remove one of them.*line 3"),
+        (b"stage_args:\n- {stage_id: 0, stage_id: 1}", r"(?s)'stage_id' is given twice.*line 2"),
+    ],
+)
+def test_an_unreadable_file(tmp_path: Path, text: bytes, words: str) -> None:
     path = tmp_path / "broken.yaml"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(StageConfigError, match=words):
         load_pipeline_config(path)
     with pytest.raises(StageConfigError, match="cannot be read"):
@@ -187,6 +211,18 @@ def test_an_unreadable_file(tmp_path: Path, text: str, words: str) -> None:
 def test_an_error_for_an_unknown_stage_lists_the_stages() -> None:
     with pytest.raises(StageConfigError, match=r"no stage 'talker'.*'thinker' \(0\), 'vocoder' \(1\)"):
         find_stage(parse_pipeline_config(valid(), "f"), "talker")
+
+
+def test_a_hint_is_near_and_another_name() -> None:
+    assert nearest("max_modellen", ["max_model_len", "master_addr"]) == "; did you mean 'max_model_len'?"
+    assert nearest("temperature", ["max_model_len", "master_addr"]) == nearest("audio", ["audio"]) == ""
+
+
+def test_keys_that_a_mapping_merges_may_be_given_again(tmp_path: Path) -> None:
+    stage = "{stage_id: 0, engine_type: fake, final_output: true, final_output_type: text}"
+    path = tmp_path / "merged.yaml"
+    path.write_text(f"stage_args:\n- &first {stage}\n- {{<<: *first, stage_id: 1}}\n")
+    assert [stage.final_output_type for stage in load_pipeline_config(path).stage_args] == ["text", "text"]
 
 
 def sentences(edge: dict[str, Any], source: dict[str, Any], target: dict[str, Any]) -> PipelineConfig:
@@ -222,6 +258,7 @@ def test_windows_of_sentences() -> None:
             "stage 0 .stage0. gives no text",
         ),
         ({}, {"final_output": True, "final_output_type": "image"}, {}, "stage 0 .stage0. gives no text"),
+        ({"unit": "sentence"}, {"engine_type": "AR"}, {}, "unit 'sentence' is not one of sentences, tokens; did you"),
         ({}, {}, {"reads": ["tensors.rows"]}, "stage 1 .stage1. does not read completions; add it to reads"),
         ({}, {}, {"custom_process_input_func": PROCESSOR}, "reads whole results only"),
         ({}, {}, {"custom_process_input_func": f"{__name__}.ReadsTokens"}, "ReadsTokens reads windows of tokens"),

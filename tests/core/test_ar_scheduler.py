@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests a step takes, on the scheduler of a real engine; nothing here looks at outputs."""
 
+from collections import Counter
+
 import pytest
 
-from tests.engine.running import greedy, random_prompts
+from tests.engine.running import greedy, last_outputs, random_prompts
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.errors import InvalidRequestError
 
@@ -137,3 +139,37 @@ class TestQuarantine:
         assert batches(1) == ["a"]
         engine.abort_request(["a"])
         assert batches(2) == ["b", "b"]
+
+
+def test_many_sequences_of_a_request_leave_places_to_others(engine, batches):
+    """The engine has four places."""
+    add(engine, "a", n=8, temperature=1.0, seed=1)
+    assert batches(3) == ["a", "a", "a"]
+    add(engine, "b")
+    add(engine, "c", n=2, temperature=1.0, seed=1)
+    assert batches(2) == ["abc", "abc"]
+    running = Counter(request.external_req_id for request in engine._scheduler.running)
+    assert running == {"a": 2, "b": 1, "c": 1}
+
+
+def test_sequences_that_were_preempted_for_others_are_the_same(engine):
+    def sequences():
+        return [completion.token_ids for completion in last_outputs(engine)[0].outputs]
+
+    add(engine, "0", n=8, temperature=1.0, seed=1)
+    alone = sequences()
+    assert len({tuple(tokens) for tokens in alone}) == 8
+    add(engine, "0", n=8, temperature=1.0, seed=1)
+    for _ in range(5):
+        engine.step()
+    for name in "123":
+        add(engine, name)
+    assert sequences() == alone
+
+
+def test_requests_of_one_sequence_keep_their_order(engine, batches):
+    for name in "abcdef":
+        add(engine, name)
+    assert batches(2) == ["abcd", "abcd"]
+    engine.abort_request(["a", "c"])
+    assert batches(2) == ["bdef", "bdef"]

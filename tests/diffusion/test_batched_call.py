@@ -10,12 +10,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.simulated_device import DEVICE, SimulatedDevice
 from vllm_omni.diffusion.batched_call import (
+    ArgumentChangedError,
     CannotSplitError,
     ModuleCall,
-    ObjectChangedError,
     RowParallelFunction,
     SharedTensors,
     compute,
+    find_differing,
     find_joinable,
 )
 
@@ -317,12 +318,84 @@ def endless_cache() -> Cache:
 
 def test_a_cache_that_is_written_to_is_not_shared():
     calls = [describe(denoise_with_cache, **kwargs) for kwargs in with_caches(Cache("write"), Cache("write"))]
-    with pytest.raises(ObjectChangedError):
+    with pytest.raises(ArgumentChangedError):
         compute(calls)
     assert calls[0].kwargs["cache"].layers[0].keys == []
     for call in calls:
         compute([call])
         assert call.kwargs["cache"].layers[0].keys == [call.kwargs["hidden_states"]]
+
+
+def write_to(hidden_states, other, written="hidden_states"):
+    """A network that computes in place."""
+    {"hidden_states": hidden_states, "other": other}[written].mul_(2)
+    return hidden_states + other.sum()
+
+
+@pytest.mark.parametrize("written", ["hidden_states", "other"])
+def test_a_tensor_that_is_written_to_is_found_and_has_not_changed(written: str):
+    """Alone, the pipeline would find the change in its own tensor."""
+    arguments = [{"hidden_states": torch.ones(1, 4), "other": torch.ones(3), "written": written} for _ in range(2)]
+    calls = [describe(write_to, **kwargs) for kwargs in arguments]
+    with pytest.raises(ArgumentChangedError):
+        compute(calls, copies_shared=True)
+    for kwargs, call in zip(arguments, calls, strict=True):
+        assert (kwargs["hidden_states"] == 1).all() and (kwargs["other"] == 1).all()
+        compute([call])
+        assert (kwargs[written] == 2).all()
+
+
+def test_the_values_that_differ_between_calls_are_found():
+    """By position, over all values with rows: tensors, times, lists, masks that only some calls have."""
+
+    def call(state: float, time: float, caption: int, length: int | None):
+        mask = None if length is None else torch.ones(1, length, dtype=torch.bool)
+        return describe(
+            denoise,
+            torch.full((1, 4, 8), state),
+            timestep=torch.tensor(time),
+            img_ids=torch.ones(3, 3),
+            encoder_hidden_states=torch.zeros(1, length or 2, 5),
+            encoder_hidden_states_mask=mask,
+            kwargs={"shapes": [(1, 4)], "residuals": (torch.full((1, 2), float(caption)),)},
+        )
+
+    plain = call(0.0, 0.5, 1, 2)
+    for other, expected in (
+        (call(0.0, 0.5, 1, 2), set()),
+        (call(1.0, 0.5, 1, 2), {0}),
+        (call(-0.0, 0.7, 1, 2), {0, 1}),
+        (call(0.0, 0.5, 1, 3), {2, 3}),
+        (call(0.0, 0.5, 1, None), {3}),
+        (call(0.0, 0.5, 2, 2), {4}),
+    ):
+        assert plain.layout == other.layout
+        assert find_differing([plain, plain, other], set()) == find_differing([other, plain], set()) == expected
+        assert find_differing([plain, other], expected) == set()
+    captions = [describe(denoise, [torch.ones(3, 4)], [torch.ones(length, 2)]) for length in (5, 7)]
+    assert find_differing(captions, set()) == {1}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("num_calls", [2, 3])
+def test_batches_in_a_list_are_split_also_if_there_is_one_for_each_row(kind: type, num_calls: int):
+    """As those of a ControlNet, whose number depends on its layers."""
+
+    def control(x):
+        return kind([x + index for index in range(4)]), x
+
+    arguments = [{"x": torch.randn(2, 3)} for _ in range(num_calls)]
+    check_joined(control, *arguments)
+    check_shares(control, 2, [num_calls, num_calls], *arguments)
+
+
+def test_a_list_of_images_is_split_by_its_items_whatever_size_they_have():
+    def double(x: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [2 * image for image in x]
+
+    arguments = [{"x": [torch.randn(4, 2), torch.randn(4, 2)]} for _ in range(2)]  # four rows in all
+    check_joined(double, *arguments)
+    check_shares(double, 2, [2, 2], *arguments)
 
 
 def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():

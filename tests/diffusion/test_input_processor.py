@@ -46,6 +46,12 @@ def process(
     return processor.process(prompt, params)  # type: ignore[arg-type]
 
 
+def test_a_stage_that_could_serve_no_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StageConfigError, match=r"FluxFillPipeline needs mask_image, and a request has only a prompt"):
+        make_processor(tmp_path, "FluxFillPipeline")
+    make_processor(tmp_path, "FluxFillPipeline", sources=(0,))  # which may make the mask
+
+
 def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:
     settings = {"height": 64, "guidance_scale": 3, "seed": 5, "num_outputs_per_prompt": 2}
     as_dict = process(processors["text"], settings)
@@ -54,6 +60,16 @@ def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInpu
     assert (as_dict.params.height, as_dict.params.width, as_dict.seeds) == (64, None, [5, 6])
     assert as_dict.params.output_format == "pil"  # the default is set here, and nowhere else
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict), type=DiffusionRequest) == as_dict
+
+
+def test_a_schedule_that_has_no_single_step(tiny_diffusion: Callable[[str], Path]) -> None:
+    """Its pixels would not be numbers."""
+    painter = make_processor(tiny_diffusion("qwen_image"), None)
+    with pytest.raises(ValueError, match="num_inference_steps 1: this model's scheduler needs 2 or more"):
+        process(painter, {"num_inference_steps": 1})
+    assert process(painter, {"num_inference_steps": 2}).params.num_inference_steps == 2
+    assert process(painter, {"num_inference_steps": 1, "extra_args": {"sigmas": [0.5]}})
+    assert process(make_processor(tiny_diffusion("z_image"), None), {"num_inference_steps": 1})
 
 
 def test_the_stages_defaults_apply_to_unset_fields(tmp_path: Path) -> None:

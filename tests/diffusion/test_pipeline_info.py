@@ -35,6 +35,8 @@ def load(folder: Path, class_name: object, **config: object) -> PipelineInfo:
         ("WanImageToVideoPipeline", "video", "WanImageToVideoPipeline", True, False),
         ("WanVideoToVideoPipeline", "video", None, False, False),  # its call has no num_frames
         ("SanaVideoPipeline", "video", None, False, False),  # nor has this one's
+        ("Cosmos3OmniPipeline", "video", "Cosmos3OmniPipeline", False, False),  # its module imports BaseOutput
+        ("StableDiffusionAdapterPipeline", "image", "StableDiffusionAdapterPipeline", True, True),
         ("StableAudioPipeline", "audio", None, False, False),
         ("StableAudio3Pipeline", "audio", None, False, False),  # its call has no argument about audio
     ],
@@ -58,6 +60,29 @@ def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
     info = load(tmp_path, "FluxPipeline", pipeline_class="FluxImg2ImgPipeline")
 
     assert info.pipeline_class.__name__ == "FluxImg2ImgPipeline"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "missing"),
+    [
+        ("FluxFillPipeline", ["mask_image"]),
+        ("StableDiffusionXLControlNetInpaintPipeline", ["mask_image", "control_image"]),
+        ("WanVideoToVideoPipeline", ["video"]),
+        ("WanAnimatePipeline", ["pose_video", "face_video"]),
+        ("KandinskyPipeline", ["image_embeds", "negative_image_embeds"]),
+        ("StableAudio3AudioToAudioPipeline", ["audio"]),
+        # The others can be left out, or given in extra_args.
+        ("WanVACEPipeline", []),
+        ("OmniGenPipeline", []),
+        ("Cosmos2VideoToWorldPipeline", []),
+        ("LTXConditionPipeline", []),
+        ("StableDiffusionControlNetPipeline", []),
+        ("StableDiffusionAttendAndExcitePipeline", []),
+        ("FluxPipeline", []),
+    ],
+)
+def test_what_a_request_cannot_bring(tmp_path: Path, class_name: str, missing: list[str]) -> None:
+    assert load(tmp_path, class_name).missing_inputs == missing
 
 
 class MyPipeline(ZImagePipeline):
@@ -91,6 +116,7 @@ def test_a_checkpoint_names_classes_of_diffusers_only(tmp_path: Path, monkeypatc
         ("ZImagPipeline", ["diffusers 0.", "'ZImagPipeline'", "did you mean 'ZImagePipeline'", "pipeline_class"]),
         ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
         ("DDPMPipeline", ["DDPMPipeline takes no prompt"]),
+        ("LLaDA2Pipeline", ["LLaDA2Pipeline makes text"]),
         (["painting", "MyPipeline"], ["MyPipeline", "painting.py", "trust_remote_code: true"]),
         ("", ["has no _class_name"]),
     ],
@@ -119,6 +145,15 @@ def test_a_folder_is_a_diffusers_model_by_its_index(tmp_path: Path, tiny_qwen3: 
     assert not is_diffusers_model(str(tiny_qwen3))
     assert not is_diffusers_model("nobody/has-this")  # tests are offline
     assert not is_diffusers_model("no: name")
+
+
+def test_a_modular_checkpoint_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "FluxModularPipeline"}')
+
+    assert is_diffusers_model(str(tmp_path))
+    with pytest.raises(StageConfigError, match=r"is a modular pipeline \(modular_model_index\.json\)"):
+        load_model_index(str(tmp_path))
+    assert load(tmp_path, "FluxPipeline").pipeline_class.__name__ == "FluxPipeline", "it is both"
 
 
 @pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "no class")])

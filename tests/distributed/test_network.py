@@ -134,6 +134,55 @@ def test_the_death_of_a_sender_ends_its_fetches(link: Link) -> None:
     assert list(link.fetcher.take_ended()) == [(ref, None)]
 
 
+GARBAGE: list[list[bytes]] = [[b""], [b"x"], [b"x" * 33], [b"", b"x" * 32], [b"x"] * 3, [b"GET / HTTP/1.1\r\n\r\n"]]
+
+
+def test_packets_of_strangers_are_dropped_counted_and_logged_once(
+    link: Link, context: zmq.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    ref = link.server.put(3, [LARGE])
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.connect(ref.address)
+        for frames in GARBAGE:
+            stranger.send_multipart(frames)
+        wait_until(lambda: link.server.dropped.count == len(GARBAGE))
+        stranger.send(b"x" * 32)
+        assert stranger.recv() == b"x" * 32, "there is no such payload"
+    assert ["no request for a payload" in line for line in caplog.messages] == [True]
+    link.fetcher.start(ref)
+    assert link.wait()[0][1] is not None
+
+
+def test_a_stranger_cannot_fill_the_memory_with_one_packet(link: Link, context: zmq.Context) -> None:
+    ref = link.server.put(3, [LARGE])
+    with context.socket(zmq.DEALER) as stranger:
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(ref.address)
+        stranger.send(bytes(1 << 20))
+        assert monitor.poll(10_000), "the connection is closed"
+        stranger.disable_monitor()
+    assert not link.server.dropped.count
+    link.fetcher.start(ref)
+    assert link.wait()[0][1] is not None
+
+
+def test_a_fetcher_drops_what_is_no_chunk(link: Link, context: zmq.Context) -> None:
+    """A stranger has got the port of a process that ended."""
+    with context.socket(zmq.ROUTER) as stranger:
+        address = f"tcp://{HOST}:{stranger.bind_to_random_port(f'tcp://{HOST}')}"
+        ref = NetworkRef(sizes=[10], address=address, key="00" * 16)
+        link.fetcher.start(ref)
+        peer, request = stranger.recv_multipart()
+        for frames in GARBAGE:
+            stranger.send_multipart([peer, *frames])
+        beyond = request[:16] + (1 << 40).to_bytes(8, "little") + (10).to_bytes(8, "little")
+        stranger.send_multipart([peer, beyond, b"x" * 10])
+        assert link.wait() == [(ref, None)]
+        assert link.fetcher.dropped.count == len(GARBAGE)
+    link.fetcher.start(link.server.put(3, [LARGE]))
+    assert link.wait()[0][1] is not None
+
+
 def test_without_the_pipeline_s_keys_nothing_is_received_and_nothing_sent(context: zmq.Context) -> None:
     network = Network(context, NetworkSpec(host=HOST, keys=CurveKeys.make()))
     secret = network.server.put(3, [LARGE])

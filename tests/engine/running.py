@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running requests through an engine, as tests want it."""
 
+import concurrent.futures
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from vllm_omni.core.sched.omni_scheduler_mixin import grammar_of
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 
 MAX_STEPS = 2000
@@ -34,6 +36,9 @@ def step_until_idle(engine: OmniLLMEngine) -> list[RequestOutput]:
     for _ in range(MAX_STEPS):
         if not engine.has_unfinished_requests():
             return outputs
+        if not engine.has_work():
+            grammars = map(grammar_of, engine._scheduler.requests.values())
+            concurrent.futures.wait([grammar for grammar in grammars if grammar is not None], timeout=60)
         outputs += engine.step()
     raise AssertionError(f"requests are left after {MAX_STEPS} steps")
 

@@ -32,8 +32,7 @@ def async_engine(
     """Its requests preempt each other. On each of vLLM's model runners that can be had here."""
     with overlapping_steps() as patch:
         envs.disable_envs_cache()  # vLLM caches the environment from an engine's start on.
-        if request.param == "v1":
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", {"v1": "0", "v2": "1"}[request.param])
         engine = start_engine(
             tiny_qwen3,
             block_size=BLOCK_SIZE,
@@ -86,6 +85,16 @@ def test_writes_the_same(
     expected = run(text_engine if params.seed is None else good_engine, PROMPTS, params)
     assert_same(run(async_engine, PROMPTS, params), expected)
     assert async_engine.kv_blocks()[0] == 0
+
+
+def test_writes_forced_tokens_as_with_a_grammar(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+    forced = [[9, 300, 9], [40, 41], [7] * 30]
+    prompts = [{**prompt, "forced_token_ids": each} for prompt, each in zip(PROMPTS, forced, strict=False)]
+    for engine in (async_engine, text_engine):
+        outputs = run(engine, prompts, greedy(40, ignore_eos=False))
+        written = [list(output.outputs[0].token_ids[:-1]) for output in outputs]
+        assert written == forced[: len(prompts)]
+        assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
 
 
 def test_ends_where_each_stops(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:

@@ -36,9 +36,15 @@ class TestRefused:
         [
             ({"dtpye": "float32"}, "'dtpye'; did you mean 'dtype'"),
             ({"max_modellen": 3}, "did you mean 'max_model_len'"),
+            ({"temperature": 0.5}, "unknown engine argument 'temperature'; it belongs to default_sampling_params"),
+            ({"gpu_mem": 0.5}, r"unknown engine argument 'gpu_mem'$"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
             ({"engine_type": "generation", "async_scheduling": True}, "only autoregressive stages"),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
+            (
+                {"engine_output_type": "latent", "kv_transfer_config": {"kv_role": "kv_both"}},
+                "kv_transfer_config needs",
+            ),
         ],
     )
     def test_arguments(self, arguments, message):
@@ -57,7 +63,8 @@ class TestAsyncScheduling:
         [
             ({}, None),
             ({"async_scheduling": True}, True),
-            ({"engine_output_type": "latent"}, None),
+            ({"engine_output_type": "latent"}, False),
+            ({"engine_output_type": "latent", "async_scheduling": True}, True),
             ({"engine_type": "generation"}, False),
             ({"skip_tokenizer_init": True, "generation_config": "vllm"}, False),
             ({"tensor_parallel_size": 2}, False),
@@ -68,8 +75,13 @@ class TestAsyncScheduling:
     def test_vllm_decides_of_a_text(self, tiny_qwen3, arguments, expected):
         assert create_engine_args(str(tiny_qwen3), **arguments).async_scheduling is expected
 
+    def test_vllm_decides_of_rows_where_they_have_passed(self, tiny_qwen3, monkeypatch):
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_rows"})
+        assert create_engine_args(str(tiny_qwen3), engine_output_type="latent").async_scheduling is None
+
     @pytest.mark.parametrize(("model_arch", "expected"), [(None, True), ("HookedQwen3", False), ("EchoQwen3", False)])
-    def test_not_where_a_step_needs_the_last_one(self, tiny_qwen3, overlap, model_arch, expected):
+    def test_not_where_a_step_needs_the_last_one(self, tiny_qwen3, overlap, monkeypatch, model_arch, expected):
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_rows"})
         hooked_models.register()
         feedback_models.register()
         arguments = {"engine_output_type": "latent", "model_arch": model_arch}
@@ -195,7 +207,7 @@ class TestDefaults:
 
 
 class TestModelRunner:
-    """Ours extend vLLM's V1. Stages of text take what vLLM would take on a GPU, its V2."""
+    """Ours extend vLLM's V1. Stages of text take vLLM's V2 where it is chosen."""
 
     VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -236,8 +248,23 @@ class TestModelRunner:
     def use_v2(self, model, **arguments):
         return create_engine_args(str(model), **arguments).create_engine_config().use_v2_model_runner
 
-    def test_text_takes_v2(self, tiny_qwen3, overlap):
+    @pytest.fixture
+    def chosen(self, monkeypatch):
+        monkeypatch.setenv(self.VARIABLE, "1")
+
+    def test_text_takes_v2_where_it_is_chosen(self, tiny_qwen3, overlap, chosen):
         assert self.use_v2(tiny_qwen3)
+
+    def test_the_default_is_what_has_passed(self, tiny_qwen3, overlap, monkeypatch):
+        assert not self.use_v2(tiny_qwen3)
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"v2_model_runner"})
+        assert self.use_v2(tiny_qwen3)
+        monkeypatch.setenv(self.VARIABLE, "0")
+        assert not self.use_v2(tiny_qwen3)
+
+    def test_what_vllm_would_not_take_it_for(self, tiny_qwen3, overlap, chosen, monkeypatch):
+        monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)
+        assert not self.use_v2(tiny_qwen3)
 
     @pytest.mark.parametrize(
         "arguments",
@@ -250,20 +277,16 @@ class TestModelRunner:
         ],
         ids=lambda arguments: next(iter(arguments)),
     )
-    def test_others_take_v1(self, tiny_qwen3, overlap, arguments):
+    def test_others_take_v1(self, tiny_qwen3, overlap, chosen, arguments):
         assert not self.use_v2(tiny_qwen3, **arguments)
 
-    def test_a_model_of_a_package_takes_v1(self, tiny_qwen3, overlap, monkeypatch):
+    def test_a_model_of_a_package_takes_v1(self, tiny_qwen3, overlap, chosen, monkeypatch):
         """It may have hooks."""
         models = InstalledModels({"p": ModelPackage(architectures={"Qwen3ForCausalLM": "p:Hooked"})}, {})
         monkeypatch.setattr(engine_args, "find_models", lambda: models)
         assert not self.use_v2(tiny_qwen3)
 
-    def test_v1_for_all(self, tiny_qwen3, overlap, monkeypatch):
-        monkeypatch.setenv(self.VARIABLE, "0")
-        assert not self.use_v2(tiny_qwen3)
-
-    def test_inputs_are_processed_for_v1(self, tiny_qwen3, overlap):
+    def test_inputs_are_processed_for_v1(self, tiny_qwen3, overlap, chosen):
         arguments = create_engine_args(str(tiny_qwen3), async_scheduling=False)
         processor = OmniInputProcessor(create_config_for_inputs(arguments))
         params = SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprob_token_ids=[[1]])
@@ -274,7 +297,7 @@ class TestModelRunner:
         processor.process_inputs("0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, allowed)
 
     @pytest.fixture
-    def v2(self, tiny_qwen3, overlap):
+    def v2(self, tiny_qwen3, overlap, chosen):
         return OmniInputProcessor(create_config_for_inputs(create_engine_args(str(tiny_qwen3))))
 
     def test_inputs_are_processed_for_v2(self, v2):
@@ -302,8 +325,3 @@ class TestModelRunner:
             v2.process_inputs(
                 "0", {"prompt_token_ids": [1, 2, 3], "additional_information": positions}, SamplingParams()
             )
-
-    def test_another_choice_is_refused(self, tiny_qwen3, monkeypatch):
-        monkeypatch.setenv(self.VARIABLE, "1")
-        with pytest.raises(StageConfigError, match=f"unset {self.VARIABLE}"):
-            create_engine_args(str(tiny_qwen3))

@@ -2,6 +2,7 @@
 """A stage that emits text is plain vLLM: nothing is captured, nothing is paid for."""
 
 import pytest
+import torch
 
 from tests.engine.running import greedy, random_prompts, run, step_until_idle
 
@@ -28,6 +29,16 @@ def test_prefix_caching_stays_on(text_engine):
     run(text_engine, [{"prompt_token_ids": prompt}], greedy(2))
     (output,) = run(text_engine, [{"prompt_token_ids": prompt}], greedy(2))
     assert output.num_cached_tokens == 96
+
+
+def test_no_request_waits_for_a_compiler(text_engine):
+    """What vLLM compiles when a request needs it first."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(5, 7)]
+    for params in (greedy(3, logprobs=2, prompt_logprobs=1), greedy(3, temperature=1.0)):
+        assert len(run(text_engine, prompts, params)) == 2
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 @pytest.mark.parametrize("engine_name", ["text_engine", "latent_engine"])

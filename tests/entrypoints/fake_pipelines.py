@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of fake stages, which need no model and start fast."""
 
+import os
+import signal
+import threading
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,6 +74,48 @@ def is_idle(llm: OmniBase) -> bool:
     """Whether no stage has a request, after it has processed all messages that were sent to it."""
     stats = fresh_stats(llm._pipeline.orchestrator)
     return len(stats) > 0 and all(s.num_running == s.queue_depth == 0 for s in stats)
+
+
+@contextmanager
+def submissions(llm: OmniBase) -> Iterator[threading.Event]:
+    """An event that is set when a request was submitted in this block. To ask `is_idle` again and again would never end
+    for one that ends between two answers."""
+    orchestrator = llm._pipeline.orchestrator
+    submit, was_submitted = orchestrator.submit, threading.Event()
+
+    def watched_submit(request: PipelineRequest, **options: Any) -> None:
+        submit(request, **options)
+        was_submitted.set()
+
+    with mock.patch.object(orchestrator, "submit", watched_submit):
+        yield was_submitted
+
+
+def in_a_fork(llm: OmniBase, work: Callable[[], Any]) -> str:
+    """What `work` returns or raises, as text, in a fork of this process, which another thread's locks are held in."""
+    orchestrator = llm._pipeline.orchestrator
+    locks: tuple[Any, ...] = (llm.builder.lock, orchestrator._lock, orchestrator._admission._changed)
+    reader, writer = os.pipe()
+    with ThreadPoolExecutor(1) as other:
+        for lock in locks:
+            other.submit(lock.acquire).result()
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            try:
+                answer = str(work())
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(writer, answer.encode())
+            os._exit(0)
+        for lock in locks:
+            other.submit(lock.release).result()
+    os.close(writer)
+    with open(reader) as answers:
+        answer = answers.read()
+    os.waitpid(pid, 0)
+    return answer
 
 
 def wait_until_free(llm: OmniBase) -> None:

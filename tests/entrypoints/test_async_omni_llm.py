@@ -17,6 +17,7 @@ from tests.entrypoints.fake_pipelines import (
     WRITER,
     check_events,
     fake_prompt,
+    in_a_fork,
     is_idle,
     long_prompt,
     running,
@@ -59,6 +60,13 @@ def test_concurrent_requests_get_their_own_events(llm: AsyncOmniLLM) -> None:
         end = check_events(events)
         assert end.outputs[0].outputs[0].token_ids == list(range(3 + i))
         assert len({event.request_id for event in events}) == 1
+
+
+def test_a_fork_cannot_use_the_pipeline(llm: AsyncOmniLLM) -> None:
+    answer = in_a_fork(llm, lambda: asyncio.run(read(llm.generate("p"))))
+    assert answer.startswith("PipelineClosedError: the pipeline belongs to the process that this one is a fork of")
+    (end,) = asyncio.run(read(llm.generate("p", stream=False)))
+    assert isinstance(end, CompletedEvent)
 
 
 def test_without_stream_there_is_only_the_last_event(llm: AsyncOmniLLM) -> None:

@@ -11,15 +11,16 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
+from tests.docs.pages import ROOT, snippets
 from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
 from tests.forked_programs import imported
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, PipelineClosedError, StageConfigError
-from vllm_omni.events import ARSegmentEvent
+from vllm_omni.events import ARSegmentEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 
 GROUP = "llm"
@@ -150,6 +151,44 @@ def test_a_request_that_fails_in_a_stage_does_not_affect_others(llm: OmniLLM, ti
         )
 
 
+@pytest.fixture
+def mixed(tiny_qwen3_omni_moe: Path) -> list[Any]:
+    """Prompts of which two are refused, and one fails in a stage."""
+    good = make_prompt(tiny_qwen3_omni_moe, "text")
+    return [good, {"prompt_token_ids": [5, 99999]}, good, make_chat(1020), {"prompt": "x", "modalities": []}, good]
+
+
+def test_each_prompt_fails_alone(llm: OmniLLM, mixed: list[Any]) -> None:
+    reference = llm.generate(mixed[0], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^prompt 1: .*99999") as error:
+        llm.generate(mixed, GREEDY, use_tqdm=False)
+    good = [output.outputs[0].text for output in error.value.results if output.final_output_type == "text"]
+    assert good == [reference[0].outputs[0].text] * 3 and len(error.value.results) == 6
+
+
+def test_errors_are_returned(llm: OmniLLM, mixed: list[Any]) -> None:
+    outputs = llm.generate(mixed, GREEDY, use_tqdm=False, on_error="return")
+    errors = [str(output.error) if output.error else None for output in outputs]
+    assert [error and error[:9] for error in errors] == [
+        None, None, "prompt 1:", None, None, "prompt 3:", "prompt 4:", None, None
+    ]  # fmt: skip
+    assert "stage 1 (talker)" in str(errors[5]) and outputs[5].error.stage_id == 1  # type: ignore[union-attr]
+    speech = ["text", "audio"]
+    assert [output.final_output_type for output in outputs] == [*speech, "", *speech, "", "", *speech]
+    assert outputs[2].outputs == [] and outputs[2].multimodal_output == {}
+    (alone,) = llm.generate(mixed[1], GREEDY, use_tqdm=False, on_error="return")
+    assert str(alone.error).startswith("Token id 99999")
+    with pytest.raises(InvalidRequestError, match="on_error must be"):
+        llm.generate(mixed, GREEDY, on_error="ignore")  # type: ignore[call-overload]
+
+
+def test_a_stream_has_the_errors_of_refused_prompts(llm: OmniLLM, mixed: list[Any]) -> None:
+    ends = [event for event in llm.generate(mixed, GREEDY, stream=True) if event.is_terminal]
+    assert len(ends) == len({event.request_id for event in ends}) == len(mixed)
+    failed = {str(event.error)[:9] for event in ends if isinstance(event, ErrorEvent)}
+    assert failed == {"prompt 1:", "prompt 3:", "prompt 4:"}
+
+
 def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     """Text, codes and speech stream through all stages; their segments add up to the complete results."""
     prompts = mixed_prompts(tiny_qwen3_omni_moe, 8, seed=20)
@@ -245,3 +284,22 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(
         llm.generate("user hello", use_tqdm=False)
     assert children() <= before
     assert list(memory.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_hidden_states_of_a_stage(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """As `docs/offline.md` says."""
+    file = tmp_path / "stages.yaml"
+    (text,) = snippets("yaml", pages=[ROOT / "docs" / "offline.md"])
+    file.write_text(text.text)
+    prompt = list(range(20, 29))
+    model = HFTextOracle(tiny_qwen3).model
+    with OmniLLM(str(tiny_qwen3), stage_configs_path=str(file), dtype="float32", max_model_len=64) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * 2, {"max_tokens": 4, "temperature": 0.0}, use_tqdm=False
+        )
+    for output in outputs:
+        written = [*prompt, *output.outputs[0].token_ids]
+        with torch.no_grad():
+            expected = model.model(torch.tensor([written[:-1]])).last_hidden_state[0]
+        torch.testing.assert_close(output.multimodal_output["hidden"], expected, rtol=0, atol=1e-4)

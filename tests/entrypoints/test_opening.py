@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline that cannot be opened: the constructor raises the reason, and nothing is left of it."""
 
+import errno
 import gc
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -93,6 +95,16 @@ def file_limit(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in opened:
             os.close(fd)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_locks_that_the_system_refuses(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(multiprocessing, "Lock", refuse)
+    with pytest.raises(PipelineStartError, match=r"locks in /dev/shm.* \(Read-only file system\)"):
+        OmniLLM(str(tiny_qwen3))
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -2,6 +2,7 @@
 """Which arguments reach which stage, and what is checked before a stage starts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -303,13 +304,28 @@ def test_an_operators_length_that_the_checkpoint_does_not_have_is_refused(
         read_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args={"max_model_len": 99999}))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '"qwen3"',
+        '{"model_type": "qwen3", "hidden_size": "x", "architectures": ["Qwen3ForCausalLM"]}',
+        '{"model_type": "qwen3_omni_moe", "thinker_config": [1]}',
+    ],
+)
+def test_a_configuration_of_the_checkpoint_with_other_types(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(StageConfigError, match=re.escape(f"{tmp_path}: the checkpoint's config.json cannot be read: ")):
+        read_pipeline(OmniArgs(model=str(tmp_path)))
+
+
 def test_a_wrong_configuration_of_vllms_is_one_line(tiny_qwen3: Path) -> None:
     arguments = {"structured_outputs_config": {"backend": "nothing"}}
     with pytest.raises(StageConfigError, match=r"^stage 0 \(text\): engine_args: backend: .*$"):
         resolve_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args=arguments))
 
 
-@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c"])
+@pytest.mark.parametrize("model", ["/no/where", "./dit", "a/b/c", "~nobody-of-this-name/dit"])
 def test_a_stages_own_checkpoint_must_exist(model: str) -> None:
     with pytest.raises(StageConfigError, match=rf"stage 1 \(dit\): engine_args\.model: there is no '{model}'"):
         resolve_checkpoints(pipeline(dit={"model": model}), "")

@@ -21,6 +21,7 @@ from tests.entrypoints.fake_pipelines import (
     check_events,
     descendants,
     fake_prompt,
+    in_a_fork,
     is_idle,
     long_prompt,
     make_pipeline,
@@ -58,6 +59,18 @@ def test_events_of_several_prompts(llm: OmniLLM) -> None:
         assert end.outputs[0].outputs[0].token_ids == text.outputs[0].token_ids == list(range(4 + i))
         assert end.outputs[1].multimodal_output["rows"].equal(speech.multimodal_output["rows"])
     assert len([e for e in events if isinstance(e, ARSegmentEvent) and e.stage_id == 0]) > 4
+
+
+def test_a_fork_cannot_use_the_pipeline_and_leaves_it_alone(llm: OmniLLM) -> None:
+    reason = "the pipeline belongs to the process that this one is a fork of"
+    error = f"PipelineClosedError: {reason}; make a new one"
+    for work in (lambda: llm.generate("p"), lambda: list(llm.generate("p", stream=True)), llm.stats):
+        assert in_a_fork(llm, work) == error
+    assert in_a_fork(llm, lambda: [(stage.state, stage.last_death) for stage in llm.health()]) == str(
+        [("dead", reason)] * 2
+    )
+    assert in_a_fork(llm, lambda: (llm.close(), llm.is_open)) == "(None, False)"
+    assert llm.generate("p", use_tqdm=False)[0].outputs[0].text == "p>writer"
 
 
 def test_keep_outputs_false_leaves_out_earlier_segments(llm: OmniLLM) -> None:
@@ -175,9 +188,13 @@ def test_two_iterators_are_read_in_turn(llm: OmniLLM) -> None:
         check_events(own)
 
 
-def test_a_wrong_prompt_raises_and_aborts_the_others(llm: OmniLLM) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot output 'audios'"):
-        list(llm.generate([long_prompt(), fake_prompt(modalities=["audios"])], stream=True))
+def test_a_wrong_prompt_ends_alone(llm: OmniLLM) -> None:
+    prompts = [fake_prompt("a"), fake_prompt(modalities=["audios"]), fake_prompt("b")]
+    events = list(llm.generate(prompts, stream=True))
+    ends = {event.prompt_index: event for event in events if event.is_terminal}
+    assert [type(ends[index]) for index in range(3)] == [CompletedEvent, ErrorEvent, CompletedEvent]
+    assert str(ends[1].error).startswith("prompt 1: this pipeline cannot output 'audios'")  # type: ignore[attr-defined]
+    assert {event.prompt_index for event in events} == {0, 1, 2}
     assert is_idle(llm)
 
 

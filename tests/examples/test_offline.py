@@ -95,11 +95,28 @@ def test_a_file_of_questions(speaking, tiny_qwen3_omni_moe, tmp_path):
     questions.write_text("Why?\nWho?\nWhere?\n")
     model = f"--model={tiny_qwen3_omni_moe}"
     run_example("offline/batch.py", questions, f"--output={answers}", "--max-tokens=12", model)
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [line["question"] for line in found] == ["Why?", "Who?", "Where?"]
-    for line in found:
+    found = {line["line"]: line for line in map(json.loads, answers.read_text().splitlines())}
+    assert [found[number]["question"] for number in (1, 2, 3)] == ["Why?", "Who?", "Where?"]
+    for line in found.values():
         (alone,) = speaking.generate({"prompt": chat(line["question"]), "modalities": ["text"]}, use_tqdm=False)
         assert line["answer"] == alone.outputs[0].text
+
+
+def test_a_batch_continues_and_keeps_what_failed(speaking, tiny_qwen3_omni_moe, tmp_path):
+    questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    long = "why " * 2000
+    questions.write_text(f"Why?\n{long}\nWhere?\nHow?\n")
+    first = json.dumps({"line": 1, "question": "Why?", "answer": "So."})
+    changed = json.dumps({"line": 4, "question": "Who?", "answer": "I."})
+    answers.write_text(f'{first}\n{changed}\n{{"line": 3, "quest')
+    for expected in ([1, 4, 3, 4, 2], [1, 4, 3, 4, 2, 2]):
+        run_example(
+            "offline/batch.py", questions, f"--output={answers}", "--max-tokens=2", f"--model={tiny_qwen3_omni_moe}"
+        )
+        lines = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert sorted(line["line"] for line in lines) == sorted(expected)
+        assert {line["line"] for line in lines if "error" in line} == {2}
+    assert json.dumps(lines[0]) == first and "prompt 0: " not in lines[1]["answer"]
 
 
 def test_images(diffusion_llm, tiny_diffusion, tmp_path, capsys):

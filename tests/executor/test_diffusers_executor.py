@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Concurrent jobs of a real, tiny pipeline: each gets its own image, whatever happens to the others."""
 
+import functools
 import gc
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ZImageImg2ImgPipeline
+from diffusers import ZImageImg2ImgPipeline, ZImagePipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
@@ -259,6 +261,140 @@ def test_after_a_batch_cannot_be_split_calls_are_computed_one_by_one(model: Path
     sizes = refuse_above(harness, 1, RuntimeError("sizes of tensors must match"))
     check_pictures(harness, oracle, 3)
     assert len([size for size in sizes if size > 1]) == 2, "three, and the half with two"
+
+
+def mix_captions(harness: Harness) -> list[int]:
+    """Makes the transformer read the first request's caption for all; returns the sizes of its batches."""
+    compute, sizes = harness.pipe.transformer.forward, []
+
+    def mix(x: list[torch.Tensor], t: Any, cap_feats: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(x) // 2)  # guided and unguided
+        return compute(x, t, [cap_feats[row % 2] for row in range(len(x))], *args, **kwargs)
+
+    harness.pipe.transformer.forward = mix
+    return sizes
+
+
+def test_a_network_that_mixes_requests_gets_each_alone(
+    model: Path, oracle: DiffusersOracle, caplog: pytest.LogCaptureFixture
+):
+    """It is found when it first makes a difference, and reported once."""
+    harness = Harness(model)
+    sizes = mix_captions(harness)
+    for seed in range(2):  # equal captions: nothing is wrong yet
+        harness.add_job(f"{seed}", {"prompt": "a painting of a cat", **SIZE}, seed)
+    harness.run()
+    assert max(sizes) == 2 and harness.executor.unbatched == []
+    sizes.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            names = [
+                f"{animal} {'and its shadow ' * index}" for index, animal in enumerate(("a cat", "a dog", "a fox"))
+            ]
+            for seed, name in enumerate(names):
+                harness.add(name, seed)
+            harness.run()
+            for seed, name in enumerate(names):
+                check_image(harness, oracle, name, seed)
+    assert sizes.count(3) == 1 and set(sizes) == {1, 3}
+    assert harness.executor.unbatched == ["transformer"]
+    assert [record.args for record in caplog.records if "gets no more" in record.msg] == [("transformer",)]
+
+
+def test_each_layout_is_compared_once(model: Path):
+    """Requests are at different steps, so that nothing is equal by chance. A larger size is another layout."""
+    harness = Harness(model)
+    compute, sizes = harness.pipe.transformer.forward, []
+
+    def count(x: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(x) // 2)
+        return compute(x, *args, **kwargs)
+
+    harness.pipe.transformer.forward = count
+    for width, expected in ((32, [2, 1, 1, 2, 1, 1, 1]), (32, [2, 2, 1]), (64, [2, 1, 1, 2, 1, 1, 1])):
+        sizes.clear()
+        for steps, name in ((2, "a cat"), (3, "two dogs")):
+            harness.add(name, steps, width=width, num_inference_steps=steps)
+        harness.run()
+        assert sizes == expected
+
+
+class Louder:
+    """An attention processor."""
+
+    def __init__(self, inner: Any, factor: float) -> None:
+        self.inner, self.factor = inner, factor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.factor * self.inner(*args, **kwargs)
+
+
+class LouderPipeline(ZImagePipeline):
+    """With guidance it replaces an attention processor while it runs, as perturbed-attention guidance does: by another
+    for each seed."""
+
+    @functools.wraps(ZImagePipeline.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attention = self.transformer.layers[0].attention
+        self.before = attention.processor
+        result = super().__call__(*args, **kwargs)
+        attention.processor = self.before
+        return result
+
+    def prepare_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        latents = super().prepare_latents(*args, **kwargs)
+        if self.guidance_scale > 1:
+            self.transformer.layers[0].attention.processor = Louder(self.before, 4 + 100 * float(latents.mean()))
+        return latents
+
+
+def test_a_pipeline_that_changes_its_networks_has_them_to_itself(
+    model: Path, oracle: DiffusersOracle, caplog: pytest.LogCaptureFixture
+):
+    harness = Harness(model, pipeline_class=f"{__name__}.LouderPipeline")
+    pipe = LouderPipeline(**oracle.pipe.components)
+    pipe.set_progress_bar_config(disable=True)
+    names = ["a cat", "a dog", "a fox", "a hen", "a pig"]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            harness.add("plain", 9, guidance_scale=0.0)
+            for seed, name in enumerate(names):
+                harness.add(name, seed)
+            harness.run()
+            check_image(harness, oracle, "plain", 9, guidance_scale=0.0)
+            for seed, name in enumerate(names):
+                assert harness.ends[name].error is None, harness.ends[name].traceback
+                arguments = {"prompt": f"a painting of {name}", **SIZE, "output_type": "np"}
+                expected = torch.from_numpy(pipe(**arguments, generator=torch.Generator().manual_seed(seed)).images[0])
+                plain = oracle.generate(f"a painting of {name}", seed=seed, **SIZE)
+                torch.testing.assert_close(harness.ends[name].output, expected, atol=1e-4, rtol=0)
+                assert (expected - plain).abs().max() > 0.01
+    assert harness.executor.unbatched == ["transformer"]
+    assert [record.args for record in caplog.records if "one request at a time" in record.msg] == [
+        ("LouderPipeline", "transformer")
+    ]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_what_a_job_has_changed_is_taken_back_when_it_does_not_end(
+    model: Path, oracle: DiffusersOracle, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither a pipeline that is aborted nor one that raises takes it back."""
+    harness = Harness(model, pipeline_class=f"{__name__}.LouderPipeline")
+    harness.add("loud", 1)
+    harness.add("waits", 2, guidance_scale=0.0)
+    for _ in range(3):  # the text encoder twice, and a step
+        harness.step()
+    assert harness.steps_of("loud") == [0] and harness.steps_of("waits") == []
+    if is_aborted:
+        harness.executor.abort("loud")
+    else:
+        monkeypatch.setattr(harness.executor._worker, "_compute", lambda batch: [RuntimeError("broken")])
+        harness.step()
+        monkeypatch.undo()
+        assert "broken" in str(harness.ends["loud"].error)
+    harness.run()
+    check_image(harness, oracle, "waits", 2, guidance_scale=0.0)
 
 
 def test_a_job_too_large_for_the_memory_fails_and_the_next_one_works(model: Path, oracle: DiffusersOracle):

@@ -4,11 +4,14 @@
 import asyncio
 import base64
 import io
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import av
@@ -18,13 +21,16 @@ import psutil
 import soundfile
 from PIL import Image
 
+from tests.coloured_shapes.recordings import recording
 from tests.fuzz.bad_requests import CHAT, IMAGES, MAKERS, SPEECH, VIDEOS, VOICES
 from tests.fuzz.described import described_requests
+from tests.fuzz.fuzz_conversations import fuzz_conversation
 from tests.fuzz.fuzz_requests import ANSWER_LIMIT_S, FuzzRequest, Outcome, send
 from tests.fuzz.fuzz_sessions import fuzz_session
 
 CONCURRENCY = 4
 GOOD_EVERY = 25
+NUM_STEPS = 25  # Of a conversation.
 PRINT_EVERY = 1000
 MEDIA_TOLERANCE = 0.2  # A video codec amplifies rounding; another request's media differs by more.
 _GREEDY = {"temperature": 0, "max_tokens": 6, "min_tokens": 6}
@@ -158,6 +164,8 @@ class Campaign:
             asyncio.run(self._send_all(fuzz_requests[start : start + GOOD_EVERY], summary))
             if self._kind == "omni":
                 summary.faults += asyncio.run(fuzz_session(self._port, self._rng))
+                speech = recording("how many shapes are there")
+                summary.faults += asyncio.run(fuzz_conversation(self._port, self._rng, NUM_STEPS, speech))
             summary.num_good += 1
             if not (answer := self._send_good()).is_like(expected):
                 summary.faults.append(f"a good request was answered with {answer}, not {expected}")
@@ -247,7 +255,16 @@ class Campaign:
     def _usage(self) -> Usage:
         processes = [self._process, *self._process.children(recursive=True)]
         server, *stages = (process.memory_full_info().uss for process in processes)
-        return Usage(server, sum(stages), sum(process.num_fds() for process in processes))
+        return Usage(server, sum(stages), sum(map(num_files, processes)))
+
+
+def num_files(process: psutil.Process) -> int:
+    """Without segments of shared memory: senders keep those that they have used, up to a limit in bytes."""
+    names = []
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # It is closed.
+            names.append(os.readlink(link))
+    return sum(not name.startswith("/dev/shm/vllm_omni-run-") for name in names)
 
 
 def _read_chat(answer: dict[str, Any]) -> Answer:

@@ -59,7 +59,7 @@ async def fuzz_session(port: int, rng: random.Random) -> list[str]:
     try:
         async with websockets.connect(f"ws://127.0.0.1:{port}/v1/realtime", max_size=None) as socket:
             for _ in range(NUM_EVENTS):
-                sent.append(_message(rng))
+                sent.append(bad_message(rng))
                 await socket.send(sent[-1])
             await socket.send('{"type": "session.update", "event_id": "last", "session": {"type": "realtime"}}')
             await socket.send('{"type": "last", "event_id": "last"}')
@@ -79,7 +79,8 @@ async def _read_to_the_end(socket: websockets.ClientConnection) -> list[str]:
             return faults
 
 
-def _message(rng: random.Random) -> str | bytes:
+def bad_message(rng: random.Random) -> str | bytes:
+    """An event that may be wrong anywhere, or no event."""
     if rng.random() < 0.1:
         return rng.choice(_RAW)
     event = copy.deepcopy(rng.choice(EVENTS))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from vllm_omni.metrics.logs import about, get_logger
+from vllm_omni.metrics.logs import about, get_logger, log_to_stderr
 from vllm_omni.metrics.text import SummaryLog
 
 
@@ -29,6 +31,23 @@ def texts(records: list[logging.LogRecord]) -> list[str]:
 
 def test_loggers_are_below_vllm():
     assert get_logger("vllm_omni.stage.shell").name == "vllm.omni.stage.shell"
+
+
+def test_lines_of_vllm_leave_a_programs_output(monkeypatch, capsys):
+    for name in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_CONFIG_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    handler = logging.StreamHandler(sys.stdout)
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    log_to_stderr()
+    get_logger("vllm_omni.x").error("failed")
+    assert capsys.readouterr() == ("", "failed\n")
+    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"  # of stages
+    handler.setStream(sys.stdout)
+    log_to_stderr()  # The variable is the user's word.
+    get_logger("vllm_omni.x").error("failed")
+    assert capsys.readouterr() == ("failed\n", "")
 
 
 def test_a_line_names_its_request_and_its_stage(records):

@@ -7,6 +7,7 @@ from tests.metrics.reading import read_events, scrape
 from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.pipeline import make_observers
+from vllm_omni.errors import PipelineStartError
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageMetrics
 
@@ -58,7 +59,7 @@ def test_every_configured_observer_gets_the_request(config, summarize, tmp_path:
 
 def test_a_trace_file_that_cannot_be_written_registers_nothing(config, tmp_path: Path):
     args = OmniArgs(model="", log_stats=True, trace_file=str(tmp_path / "nowhere" / "trace.json"))
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(PipelineStartError, match=r"nowhere/trace\.json: cannot be written \(No such file"):
         make_observers(config, args)
     assert scrape() == {}
 

@@ -33,7 +33,7 @@ def test_a_snapshot_has_all_counts():
     recorder = StageRecorder(5, "talker")
     work(recorder)
     caches = {"encoder": CacheCounts(queries=3, hits=1)}
-    assert recorder.snapshot(3, 2, (10, 64), caches) == StageStats(
+    assert recorder.snapshot(3, 2, (10, 64), caches, ["unet"]) == StageStats(
         stage_id=5,
         name="talker",
         queue_depth=3,
@@ -49,6 +49,7 @@ def test_a_snapshot_has_all_counts():
         kv_blocks_used=10,
         kv_blocks_total=64,
         caches=caches,
+        unbatched=["unet"],
         edges={
             4: EdgeStats(num_payloads=2, num_bytes=200, seconds=0.5, num_windows=1),
             6: EdgeStats(num_windows=1),

@@ -4,17 +4,24 @@
 import threading
 
 import pytest
+from vllm.sampling_params import SamplingParams
 
 from tests.clock import Clock
 from vllm_omni.errors import PipelineClosedError, PipelineFullError
+from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator import admission as admission_module
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.request import PipelineRequest
 
 
-def request(request_id: str) -> PipelineRequest:
+def request(request_id: str, num_sequences: int = 1) -> PipelineRequest:
+    params = SamplingParams(n=num_sequences)
     return PipelineRequest(
-        request_id=request_id, external_id=request_id, stages={}, final_stages=[], on_event=lambda event: None
+        request_id=request_id,
+        external_id=request_id,
+        stages={0: StageRequest(request_id=request_id, sampling_params=params), 1: StageRequest(request_id=request_id)},
+        final_stages=[],
+        on_event=lambda event: None,
     )
 
 
@@ -117,3 +124,29 @@ def test_requests_in_preparation_count() -> None:
     admission.check_room(num_coming=1)
     with pytest.raises(PipelineFullError, match="3 requests"):
         admission.check_room(num_coming=2)
+
+
+def test_each_sequence_counts() -> None:
+    admission = Admission(max_inflight=2, max_queued=2)
+    admission.put(request("a", 3), wait=False)
+    with pytest.raises(PipelineFullError, match="3 requests"):
+        admission.put(request("b", 2), wait=False)
+    admission.check_room(num_sequences=1)
+    admission.put(request("c"), wait=False)
+    with pytest.raises(PipelineFullError):
+        admission.check_room()
+    admission.release("a")
+    admission.put(request("b", 2), wait=False)
+
+
+def test_a_request_with_more_sequences_than_fit_is_admitted_alone() -> None:
+    admission = Admission(max_inflight=1, max_queued=1)
+    admission.put(request("a"), wait=False)
+    with pytest.raises(PipelineFullError):
+        admission.put(request("b", 100), wait=False)
+    admission.release("a")
+    admission.put(request("b", 100), wait=False)
+    with pytest.raises(PipelineFullError):
+        admission.check_room()
+    admission.release("b")
+    admission.check_room()

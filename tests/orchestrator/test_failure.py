@@ -30,6 +30,7 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
+from tests.small_cgroup import small_cgroup
 from vllm_omni.distributed.messages import PROTOCOL_VERSION, DataMessage, InlineRef, send
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.errors import RequestAbortedError, StageCrashError, StageDeadError, StageExecutionError
@@ -121,6 +122,24 @@ def test_a_killed_stage_restarts_and_its_requests_are_tried_again() -> None:
         assert (health["b"].state, health["b"].num_restarts) == ("ready", 1)
         assert health["b"].last_death == "it was killed by SIGKILL"
         assert health["a"].num_restarts == 0
+
+
+def test_a_stage_that_its_control_group_kills_for_memory_is_replaced() -> None:
+    """The request that took the memory is tried again: the next process is not in that group."""
+    with running(*TRIANGLE) as caller, small_cgroup(64 << 20) as group:
+        waiting = caller.submit("waits at c", fake_seconds=FAR, fake_only="c")
+        wait_until(lambda: caller.orchestrator.activity() == {"a": 0, "b": 0, "c": 1})
+        (group / "cgroup.procs").write_text(str(processes(caller)["b"]))
+        large = caller.submit("large", fake_bytes=150 << 20, fake_only="b")
+        text = caller.submit("text", ("text",))
+        assert texts(caller.wait_one()) == ["text>a"]
+        wait_until(lambda: restarts_of(caller, "b") == 1)
+        caller.orchestrator.abort([waiting])
+        ends = caller.wait(2)
+        assert ends.keys() == {waiting, large} and text not in ends
+        assert texts(ends[large])[1] == "large>a+large>a>b>c"
+        assert caller.orchestrator.health()[1].last_death == "it was killed by SIGKILL"
+        assert is_ready(caller)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])

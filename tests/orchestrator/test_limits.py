@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deadlines, admission, watermarks: requests wait or are refused, and nothing is lost."""
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from tests.orchestrator.pipelines import (
     fresh_stats,
     make_config,
     open_orchestrator,
+    state_of,
     texts,
 )
 from tests.orchestrator.test_failure import wait_until
@@ -49,6 +52,21 @@ def test_a_deadline_ends_a_request_in_any_state() -> None:
         assert texts(ends[free]) == ["no deadline>quick>slow"]
         caller.submit("in time", timeout_s=60)
         assert texts(caller.wait_one()) == ["in time>quick>slow"]
+
+
+def test_a_clock_that_jumps_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 30 years, back and forth: the system's time is set while requests run."""
+    now, jumps = time.time, itertools.cycle((0.0, 1e9, -1e9))
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    with running(*STAGES) as caller:
+        assert len({time.time() // 1e8 for _ in range(3)}) == 3
+        for _ in range(3):
+            caller.submit("in time", timeout_s=60, streams=True, fake_tokens=3)
+            events = caller.events_of(f"r{caller.count}")
+            assert isinstance(events[-1], CompletedEvent) and len(events) > 1
+        caller.submit("late", timeout_s=0.2, fake_seconds=FAR, fake_only="slow")
+        assert isinstance(error_of(caller.wait_one()), RequestTimeoutError)
+        assert set(state_of(caller.orchestrator).values()) == {"ready"}
 
 
 def test_an_abort_reaches_a_request_that_waits_for_admission() -> None:

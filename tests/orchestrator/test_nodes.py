@@ -20,7 +20,18 @@ from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
 from vllm_omni.distributed.curve import Authenticator, CurveKeys
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
-from vllm_omni.distributed.node_messages import NODE_TIMEOUT_S
+from vllm_omni.distributed.node_messages import (
+    NODE_TIMEOUT_S,
+    Fork,
+    Forked,
+    FromNode,
+    Hello,
+    KeepAlive,
+    Kill,
+    ToNode,
+    decode_at_node,
+    encode,
+)
 from vllm_omni.distributed.sockets import arrived
 from vllm_omni.orchestrator import nodes
 from vllm_omni.orchestrator.node_server import encode_spec
@@ -72,6 +83,57 @@ class Cluster:
             server.wait(20)
         self._authenticator.stop()
         self._context.destroy(linger=0)
+
+
+class FakeNode:
+    """A node that says what a test says."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.socket = cluster._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, b"fake")
+        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        cluster.keys.secure_client(self.socket)
+        self.socket.connect(cluster.nodes.address)
+
+    def send(self, message: FromNode) -> None:
+        self.socket.send(encode(message))
+
+    def receive(self) -> ToNode:
+        while isinstance(message := decode_at_node(self.socket.recv()), KeepAlive):
+            self.send(KeepAlive())
+        return message
+
+
+@pytest.fixture
+def fake_node() -> Iterator[tuple[Nodes, FakeNode]]:
+    with contextlib.closing(Cluster()) as cluster:
+        yield cluster.nodes, FakeNode(cluster)
+
+
+def test_a_message_that_is_none_does_not_end_the_thread(fake_node: tuple[Nodes, FakeNode]) -> None:
+    cluster, node = fake_node
+    for frames in ([b""], [b"x"], [encode(KeepAlive())] * 2):
+        node.socket.send_multipart(frames)
+    node.send(Hello(node="n", run_dir="/run"))
+    assert cluster.wait_for("fake", 60) == "/run" and cluster._dropped.count == 3
+
+
+def test_a_process_that_is_forked_too_late_is_killed(
+    fake_node: tuple[Nodes, FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold its device until the end of the pipeline."""
+    monkeypatch.setattr(nodes, "NODE_TIMEOUT_S", 60.0)
+    cluster, node = fake_node
+    node.send(Hello(node="n", run_dir="/run"))
+    cluster.wait_for("fake", 60)
+    with pytest.raises(TimeoutError, match="node n did not start the process"):
+        cluster.fork("fake", b"spec", timeout=-60.0)
+    late = node.receive()
+    assert isinstance(late, Fork) and node.receive() == Kill(late.number), "it may have been forked just now"
+    node.send(Forked(late.number))
+    assert node.receive() == Kill(late.number)
+    threading.Thread(target=lambda: node.send(Forked(node.receive().number))).start()
+    assert cluster.fork("fake", b"spec", timeout=60.0).node == "n"
 
 
 @pytest.fixture(scope="module")

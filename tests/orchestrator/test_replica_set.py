@@ -60,6 +60,16 @@ def test_a_replica_without_a_process_or_room_gets_nothing_while_another_has_both
     assert replicas.select() == "a.0", "it will have a process"
 
 
+@pytest.mark.parametrize("routing", ["least_loaded", "round_robin", "prefix"])
+def test_a_replica_that_does_not_answer_gets_nothing_while_another_does(routing: str) -> None:
+    replicas = Replicas(routing)
+    replicas.stages[0].state = replicas.stages[2].state = StageState.UNRESPONSIVE
+    assert {replicas.select(*SYSTEM_PROMPT) for _ in range(3)} == {"a.1"}
+    for stage in replicas.stages:
+        stage.state = StageState.UNRESPONSIVE
+    assert replicas.select() in {"a.0", "a.1", "a.2"}, "it waits for one of them"
+
+
 def test_requests_are_admitted_while_one_replica_has_room() -> None:
     replicas = Replicas("least_loaded")
     for stage in replicas.stages:

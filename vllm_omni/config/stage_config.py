@@ -6,7 +6,7 @@ of any model.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any, Literal
 
@@ -43,8 +43,9 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
         max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
         step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
-            then the process is killed and restarted. A step that may compile gets 600 s more: the first one of each
-            shape, and any of a diffusion stage with `compile`. 0: no limit.
+            then the process is killed and restarted, as is one that does not answer for so long. A step that may
+            compile gets 600 s more: the first one of each shape, and any of a diffusion stage with `compile`. 0: no
+            limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             only a diffusion stage can, and receives the prompt's images.
     """
@@ -92,9 +93,12 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
-        final_output_type: The type of that output: `text`, `audio`, `image`, ...
+        final_output_type: The type of that output: `text`, `audio`, `image`, `video` or `latent`; a function may name
+            another.
         sample_rate: Samples per second of an audio output.
         reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
+        only_if: A field of the checkpoint's configuration. Where it is false, the stage is left out, and so are those
+            that read its output: the checkpoint has no weights for them.
         default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
             of a `FunctionStage`, of its `parameters`; of an `AR` stage that accepts audio, also of
             `TranscriptionParameters`.
@@ -121,6 +125,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     final_output_type: str | None = None
     sample_rate: int | None = None
     reads: list[str] | None = None
+    only_if: str | None = None
     default_sampling_params: dict[str, Any] = {}
     transcription_prompt: str = "Transcribe the {language} audio into text."
     translation_prompt: str = "Translate the {language} audio into English text."
@@ -260,6 +265,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 NIXL = "NixlConnector"
+SHM_THRESHOLD = "shm_threshold_bytes"
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -276,7 +282,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def shm_threshold_bytes(self) -> int:
-        return self.extra["shm_threshold_bytes"]
+        return self.extra[SHM_THRESHOLD]
 
 
 class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -441,6 +447,26 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             groups.setdefault((name, instance.replica), []).append(instance)
         return list(groups.values())
 
+    def without(self, stage_ids: Iterable[int]) -> "PipelineConfig":
+        """This configuration without some stages and those that read their outputs.
+
+        A stage that nobody reads any more emits text only.
+        """
+        left_out: set[int] = set()
+        todo = list(stage_ids)
+        while todo:
+            left_out.add(stage_id := todo.pop())
+            todo += self.targets[stage_id]
+        edges = [edge for edge in self.runtime.edges if not {edge.source, edge.to} & left_out]
+        stages = []
+        for stage in self.stage_args:
+            readers = set(self.targets[stage.stage_id])
+            if readers and readers <= left_out and stage.kind == "AR":
+                engine_args = stage.engine_args | {"engine_output_type": "text"}
+                stage = msgspec.structs.replace(stage, engine_args=engine_args)
+            stages += [] if stage.stage_id in left_out else [stage]
+        return self.with_stage_args(stages).with_runtime(edges=edges)
+
     @property
     def output_types(self) -> list[str]:
         """The output modalities of requests that name no stage, in stage order."""
@@ -500,7 +526,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             f"from_stage_{stage.stage_id}"
         )
         connector = ConnectorConfig(name="SharedMemoryConnector") if name is None else self.runtime.connectors[name]
-        extra = {"shm_threshold_bytes": shm_threshold_bytes} | connector.extra
+        extra = {SHM_THRESHOLD: shm_threshold_bytes} | connector.extra
         return msgspec.structs.replace(connector, extra=extra)
 
     def window(self, source: int, target: int, declared: WindowConfig | None) -> WindowConfig:

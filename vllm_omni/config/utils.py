@@ -21,7 +21,7 @@ _convert_lock = threading.Lock()
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the closest known name, or an empty string if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
+    matches = difflib.get_close_matches(name[:100], [other for other in known if other != name], n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

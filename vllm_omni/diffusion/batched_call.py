@@ -11,7 +11,7 @@ empty cache. Knows no module and no pipeline.
 import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ class CannotSplitError(Exception):
     """An output has a value of a type without known rows."""
 
 
-class ObjectChangedError(Exception):
+class ArgumentChangedError(Exception):
     """The module has changed an argument: calls like this one can only be computed one by one."""
 
 
@@ -196,17 +196,26 @@ def _is_decided(a: SharedTensor, b: SharedTensor) -> bool:
 
 def _compare(pairs: list[tuple[SharedTensor, SharedTensor]]) -> None:
     """Compares the tensors of each pair, of one shape, dtype and device."""
-    by_device: dict[torch.device, list[tuple[SharedTensor, SharedTensor]]] = defaultdict(list)
-    for pair in pairs:
-        by_device[pair[0].tensor.device].append(pair)
-    for group in by_device.values():
-        equal = torch.stack([(_as_bits(a.tensor) == _as_bits(b.tensor)).all() for a, b in group])
-        for (a, b), is_equal in zip(group, equal.tolist(), strict=True):
-            if is_equal:
-                b.value = a.value
-            else:
-                a.value.different.add(b.value)
-                b.value.different.add(a.value)
+    equal = _are_equal([(a.tensor, b.tensor) for a, b in pairs])
+    for (a, b), is_equal in zip(pairs, equal, strict=True):
+        if is_equal:
+            b.value = a.value
+        else:
+            a.value.different.add(b.value)
+            b.value.different.add(a.value)
+
+
+def _are_equal(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Whether the tensors of each pair, of one shape, dtype and device, have the same bits. Waits once for a device."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, (tensor, _) in enumerate(pairs):
+        by_device[tensor.device].append(index)
+    equal = [False] * len(pairs)
+    for indexes in by_device.values():
+        found = torch.stack([(_as_bits(pairs[i][0]) == _as_bits(pairs[i][1])).all() for i in indexes])
+        for index, is_equal in zip(indexes, found.tolist(), strict=True):
+            equal[index] = is_equal
+    return equal
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,11 +225,14 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_AS_BITS[plain.element_size()])
 
 
-def compute(calls: Sequence[ModuleCall]) -> list[Any]:
+def compute(calls: Sequence[ModuleCall], *, copies_shared: bool = False) -> list[Any]:
     """The output of each of these calls, which have the same layout.
 
+    Args:
+        copies_shared: A module that changes a tensor without rows changes a copy.
+
     Raises:
-        CannotSplitError, ObjectChangedError: They can only be computed one by one.
+        CannotSplitError, ArgumentChangedError: They can only be computed one by one.
         Exception: The function's.
     """
     first = calls[0]
@@ -228,18 +240,89 @@ def compute(calls: Sequence[ModuleCall]) -> list[Any]:
         return [_call(first, first.args, first.kwargs, 1)]
     batch, num_calls = first.batch, len(calls)
     copies = {id(value): copy.deepcopy(value) for value in first.objects}
-    args = _join([call.args for call in calls], batch, copies)
+
+    def share(value: Any) -> Any:
+        if copies_shared and isinstance(value, torch.Tensor):
+            return value.clone()
+        return copies.get(id(value), value)
+
+    args = _join([call.args for call in calls], batch, share)
     kwargs: dict[str, Any] = {}
     masked = _masked_sequences(first.kwargs, batch)
     for name, mask_name in masked.items():
         sequences, masks = ([call.kwargs[key] for call in calls] for key in (name, mask_name))
         kwargs[name], kwargs[mask_name] = _pad(sequences, masks)
     for name in [name for name in first.kwargs if name not in kwargs]:  # In order.
-        kwargs[name] = _join([call.kwargs[name] for call in calls], batch, copies)
+        kwargs[name] = _join([call.kwargs[name] for call in calls], batch, share)
+    versions = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
     output = _call(first, args, kwargs, num_calls)
+    if any(tensor._version != version for tensor, version in versions):
+        raise ArgumentChangedError
     if any(_state(value) != _state(copies[id(value)]) for value in first.objects):
-        raise ObjectChangedError
-    return _split(output, batch.num_rows, num_calls)
+        raise ArgumentChangedError
+    return _split(output, batch, num_calls)
+
+
+def find_differing(calls: Sequence[ModuleCall], known: set[int]) -> set[int]:
+    """The positions of values with rows that are not the same in all of these calls of one layout.
+
+    Args:
+        known: Positions that need no comparison. The others are compared bit by bit on their device, and the CPU waits.
+    """
+    first, *others = [list(_rows(call)) for call in calls]
+    differing: set[int] = set()
+    undecided: list[tuple[int, tuple[torch.Tensor, torch.Tensor]]] = []
+    for other in others:
+        for position, (ours, theirs) in enumerate(zip(first, other, strict=True)):
+            if position in known:
+                continue
+            if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+                differing.add(position)
+            undecided += [(position, pair) for pair in zip(ours, theirs, strict=False) if pair[0] is not pair[1]]
+    undecided = [(position, pair) for position, pair in undecided if position not in differing]
+    equal = _are_equal([pair for _, pair in undecided])
+    return differing | {position for (position, _), is_equal in zip(undecided, equal, strict=True) if not is_equal}
+
+
+def count_rows(call: ModuleCall) -> int:
+    """How many values with rows a call has: the positions of `find_differing`."""
+    return sum(1 for _ in _rows(call))
+
+
+def _rows(call: ModuleCall) -> Iterator[list[torch.Tensor]]:
+    """The values with rows, in order: a tensor each, or those of a list; none of a mask that only other calls have."""
+    masks = set(_masked_sequences(call.kwargs, call.batch).values())
+    yield from _rows_in(call.args, call.batch)
+    for name, value in call.kwargs.items():
+        if value is None and name in masks:
+            yield []
+        yield from _rows_in(value, call.batch)
+
+
+def _rows_in(value: Any, batch: CallBatch) -> Iterator[list[torch.Tensor]]:
+    match value:
+        case torch.Tensor() if value.ndim == 0 or batch.has(value):
+            yield [value]
+        case list() if batch.are_items_of(value):
+            if tensors := list(_tensors(value)):
+                yield tensors
+        case list() | tuple():
+            for item in value:
+                yield from _rows_in(item, batch)
+        case dict():
+            yield from _rows_in(list(value.values()), batch)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in lists, tuples and dicts."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from _tensors(item)
+        case dict():
+            yield from _tensors(list(value.values()))
 
 
 def _call(first: ModuleCall, args: tuple, kwargs: dict[str, Any], num_calls: int) -> Any:
@@ -256,7 +339,7 @@ def _call(first: ModuleCall, args: tuple, kwargs: dict[str, Any], num_calls: int
         sizes.append(rows.stop - start)
         start = rows.stop
     assert isinstance(function, RowParallelFunction)
-    return _concatenate(function.compute_shares(shares), sizes)
+    return _concatenate(function.compute_shares(shares), sizes, first.batch.in_lists)
 
 
 def _rows_of(joined: Any, first: Any, batch: CallBatch, rows: slice) -> Any:
@@ -278,18 +361,20 @@ def _rows_of(joined: Any, first: Any, batch: CallBatch, rows: slice) -> Any:
             return joined
 
 
-def _concatenate(outputs: list[Any], sizes: list[int]) -> Any:
+def _concatenate(outputs: list[Any], sizes: list[int], in_lists: bool) -> Any:
     """The output of a batch, from those of shares with so many rows."""
     first = outputs[0]
     match first:
         case torch.Tensor() if first.ndim > 0 and [len(output) for output in outputs] == sizes:
             return torch.cat(outputs)
-        case list() if [len(output) for output in outputs] == sizes:
+        case list() if CallBatch(sizes[0], in_lists).are_items_of(first):
             return [item for output in outputs for item in output]
-        case tuple():
-            return tuple(_concatenate([output[i] for output in outputs], sizes) for i in range(len(first)))
+        case list() | tuple():
+            joined = [_concatenate(list(column), sizes, in_lists) for column in zip(*outputs, strict=True)]
+            return joined if isinstance(first, list) else tuple(joined)
         case dict():
-            return type(first)(**{key: _concatenate([output[key] for output in outputs], sizes) for key in first})
+            fields = {key: _concatenate([output[key] for output in outputs], sizes, in_lists) for key in first}
+            return type(first)(**fields)
         case None:
             return None
         case _:
@@ -378,8 +463,8 @@ def _item_layout(item: Any, batch: CallBatch, share: Callable[[Any], None]) -> H
     return ("item", item.dtype, None if batch.in_lists else tuple(item.shape))
 
 
-def _join(values: list[Any], batch: CallBatch, copies: dict[int, Any]) -> Any:
-    """`copies` of objects, by id, are passed in place of them."""
+def _join(values: list[Any], batch: CallBatch, share: Callable[[Any], Any]) -> Any:
+    """`share` makes of a value that is for all calls what is passed in its place."""
     first = values[0]
     match first:
         case torch.Tensor() if first.ndim == 0:
@@ -389,26 +474,28 @@ def _join(values: list[Any], batch: CallBatch, copies: dict[int, Any]) -> Any:
         case list() if batch.are_items_of(first):
             return [item for value in values for item in value]
         case list() | tuple():
-            return type(first)(_join([value[i] for value in values], batch, copies) for i in range(len(first)))
+            return type(first)(_join([value[i] for value in values], batch, share) for i in range(len(first)))
         case dict():
-            return {key: _join([value[key] for value in values], batch, copies) for key in first}
+            return {key: _join([value[key] for value in values], batch, share) for key in first}
         case _:
-            return copies.get(id(first), first)
+            return share(first)
 
 
-def _split(output: Any, count: int, num_calls: int) -> list[Any]:
-    """The parts of an output, `count` rows for each call."""
+def _split(output: Any, batch: CallBatch, num_calls: int) -> list[Any]:
+    """The parts of an output that belong to each call."""
+    count = batch.num_rows
     match output:
         case torch.Tensor() if output.ndim > 0 and output.shape[0] == count * num_calls:
             return list(output.split(count))
-        case list() if len(output) == count * num_calls:
+        case list() if CallBatch(count * num_calls, batch.in_lists).are_items_of(output):
             return [output[i * count : (i + 1) * count] for i in range(num_calls)]
-        case tuple():
-            columns = [_split(item, count, num_calls) for item in output]
-            return [tuple(column[i] for column in columns) for i in range(num_calls)]
+        case list() | tuple():
+            columns = [_split(item, batch, num_calls) for item in output]
+            parts = ((column[i] for column in columns) for i in range(num_calls))
+            return [list(part) if isinstance(output, list) else tuple(part) for part in parts]
         case dict():  # the output classes of transformers and diffusers are dicts, too
             # Pipelines read an encoder's states; its cache, which cannot be split, is for generating text.
-            fields = {key: _split(item, count, num_calls) for key, item in output.items() if key != "past_key_values"}
+            fields = {key: _split(item, batch, num_calls) for key, item in output.items() if key != "past_key_values"}
             return [type(output)(**{key: field[i] for key, field in fields.items()}) for i in range(num_calls)]
         case None:
             return [None] * num_calls

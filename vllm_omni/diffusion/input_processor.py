@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import read_images
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_alpha, takes_several_images
+from vllm_omni.diffusion.pipeline_info import PipelineInfo, fewest_steps, takes_alpha, takes_several_images
 from vllm_omni.diffusion.request_settings import (
     call_arguments,
     check_limits,
@@ -42,16 +42,20 @@ class DiffusionInputProcessor:
             model: The stage's checkpoint.
 
         Raises:
-            StageConfigError: The checkpoint is not a supported diffusers pipeline, its output type is not the stage's,
-                or it does not take the stage's `default_sampling_params`.
+            StageConfigError: The checkpoint is not a supported diffusers pipeline, it needs an input that a request
+                cannot have, its output type is not the stage's, or it does not take the stage's
+                `default_sampling_params`.
         """
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = PipelineInfo.load(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
+        self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
+        if self._is_first:
+            _check_inputs(self._info, where)
         _check_output_type(stage, self._info, where)
         try:
             self._defaults, self._set_defaults = read_settings(stage.default_sampling_params, self._info.pipeline_class)
@@ -123,6 +127,9 @@ class DiffusionInputProcessor:
     def _check_settings(self, params: DiffusionSamplingParams, pipeline_class: type) -> None:
         check_values(params)
         call_arguments(pipeline_class, params)
+        steps = params.num_inference_steps
+        if steps is not None and steps < self._fewest_steps and "sigmas" not in params.extra_args:
+            raise ValueError(f"num_inference_steps {steps}: this model's scheduler needs {self._fewest_steps} or more")
         made = self._info.output_type
         if params.fps is not None and made != "video":
             raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; remove it")
@@ -142,6 +149,15 @@ class DiffusionInputProcessor:
             raise ValueError(
                 f"lora_request: {path!r} does not exist; give an adapter's file or folder, or its hub name"
             )
+
+
+def _check_inputs(info: PipelineInfo, where: str) -> None:
+    """Those of a later stage can come from the stages before it (`StageInput.additional_information`)."""
+    if info.missing_inputs:
+        raise StageConfigError(
+            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, and a request has "
+            "only a prompt and input images (image); use a pipeline without it"
+        )
 
 
 def _check_output_type(stage: OmniStageConfig, info: PipelineInfo, where: str) -> None:

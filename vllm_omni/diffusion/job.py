@@ -77,6 +77,7 @@ class RunningJob:
         size: Height and width of the output in pixels, once the pipeline has computed them.
         latents: Those after the last step; kept only for previews.
         num_calls: Completed module calls.
+        called: The functions of its module calls.
         has_started: A step is complete, or a network has failed; before, a ValueError means an invalid request.
     """
 
@@ -86,6 +87,7 @@ class RunningJob:
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
     num_calls: int = 0
+    called: set[Callable[..., Any]] = field(default_factory=set)
     has_started: bool = False
 
     @property

@@ -38,12 +38,9 @@ class PipelineCall:
     result: Any = None
 
     def __init__(self, pipe: DiffusionPipeline) -> None:
-        self.pipe = copy.copy(pipe)
-        self._copies: list[Any] = []
-        for name, component in vars(pipe).items():  # `components` would look at the class's signature first
-            if isinstance(component, (SchedulerMixin, BaseGuidance)):
-                setattr(self.pipe, name, copied := copy.deepcopy(component))
-                self._copies.append(copied)
+        copies: dict[int, Any] = {}
+        self.pipe = _copy_pipe(pipe, copies)
+        self._copies = list(copies.values())
         self._shared = SharedTensors()
         self._greenlet: _CallGreenlet
 
@@ -66,7 +63,7 @@ class PipelineCall:
 
     def close(self) -> None:
         """Clears the copies: their hooks refer to them, and they refer to all tensors of the call."""
-        for copied in (self.pipe, *self._copies):
+        for copied in self._copies:
             vars(copied).clear()
         del self.pipe, self._copies, self._greenlet
 
@@ -83,6 +80,23 @@ class PipelineCall:
         call = ModuleCall.describe(function, args, kwargs, self._shared)
         assert self._greenlet.parent is not None
         return self._greenlet.parent.switch(call)
+
+
+def _copy_pipe(pipe: DiffusionPipeline, copies: dict[int, Any]) -> DiffusionPipeline:
+    """A copy of a pipeline, and of pipelines in it, which may have one scheduler between them.
+
+    Args:
+        copies: By the id of the original; the new ones are added.
+    """
+    copied = copies[id(pipe)] = copy.copy(pipe)
+    for name, component in vars(pipe).items():  # `components` would look at the class's signature first
+        if isinstance(component, DiffusionPipeline):
+            setattr(copied, name, copies.get(id(component)) or _copy_pipe(component, copies))
+        elif isinstance(component, (SchedulerMixin, BaseGuidance)):
+            if id(component) not in copies:
+                copies[id(component)] = copy.deepcopy(component)
+            setattr(copied, name, copies[id(component)])
+    return copied
 
 
 class _CallGreenlet(greenlet.greenlet):
@@ -124,17 +138,37 @@ def _set_on_class(instance: Any, name: str, value: Any) -> None:
     instance.__class__ = type(type(instance).__name__, (type(instance),), {name: value})
 
 
-def gate_modules(pipe: DiffusionPipeline) -> None:
+def modules_of(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The networks of a pipeline object, by name."""
+    return {name: module for name, module in vars(pipe).items() if isinstance(module, torch.nn.Module)}
+
+
+def gate_modules(pipe: DiffusionPipeline) -> bool:
     """Puts a gate before every module of a pipeline: `forward`, or `decode` of an autoencoder.
 
     Call it again when these functions may have been replaced, as by offloading and adapters.
+
+    Returns:
+        Whether one was missing.
     """
-    for module in vars(pipe).values():
-        if isinstance(module, torch.nn.Module):
-            name = "decode" if hasattr(module, "decode") else "forward"
-            function = getattr(module, name)
-            if not isinstance(function, _Gate):
-                setattr(module, name, _Gate(function))
+    missing = [module for module in modules_of(pipe).values() if not isinstance(_function_of(module), _Gate)]
+    for module in missing:
+        setattr(module, _gated_name(module), _Gate(_function_of(module)))
+    return bool(missing)
+
+
+def is_gated(module: torch.nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a call of this function is one of the module."""
+    gate = _function_of(module)
+    return isinstance(gate, _Gate) and gate._function == function
+
+
+def _gated_name(module: torch.nn.Module) -> str:
+    return "decode" if hasattr(module, "decode") else "forward"
+
+
+def _function_of(module: torch.nn.Module) -> Callable[..., Any]:
+    return getattr(module, _gated_name(module))
 
 
 def on_method(owner: Any, name: str, hook: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> None:

@@ -27,12 +27,22 @@ if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, 
 OutputType = Literal["image", "video", "audio"]
 
 _INDEX = "model_index.json"
+_MODULAR_INDEX = "modular_model_index.json"
 # Fields of diffusers' output classes, and their media.
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
 SOUND_FIELD = "audio"
 """The field of the sound of videos, beside `frames`."""
 # By signature their image is optional; in fact they fail without one.
 _NEEDS_IMAGES = ("QwenImageLayeredPipeline",)
+# Inputs that every pipeline fails without, also where they are optional by signature.
+_ALWAYS_NEEDED = (
+    "mask_image", "control_image", "control_mask", "control_video", "conditioning_frames", "original_image",
+)  # fmt: skip
+# By signature these are optional; in fact the pipeline fails without them.
+_NEEDED_BY = {
+    "ConsisIDPipeline": "id_cond", "StableAudio3AudioToAudioPipeline": "audio", "StableAudio3InpaintPipeline": "audio",
+}  # fmt: skip
+_MEDIA_TYPES = ("Image", "Tensor", "ndarray")
 # By signature they take one image for each prompt; in fact several for one prompt.
 _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
@@ -40,14 +50,19 @@ _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21
 def is_diffusers_model(model: str, revision: str | None = None) -> bool:
     """Whether a checkpoint (a directory, or a name on the hub) is a diffusers pipeline. Imports no diffusers.
 
-    False for a name that cannot be looked up (offline, not cached): loading it raises the error.
+    True for a modular one, which `load_model_index` refuses. False for a name that cannot be looked up (offline, not
+    cached): loading it raises the error.
     """
+    return any(_has_file(model, index, revision) for index in (_INDEX, _MODULAR_INDEX))
+
+
+def _has_file(model: str, name: str, revision: str | None) -> bool:
     if Path(model).exists():
-        return (Path(model) / _INDEX).is_file()
+        return (Path(model) / name).is_file()
     from huggingface_hub import hf_hub_download
 
     try:
-        hf_hub_download(model, _INDEX, revision=revision)
+        hf_hub_download(model, name, revision=revision)
     except (OSError, ValueError):
         return False
     return True
@@ -69,7 +84,7 @@ class PipelineInfo:
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
         """
         Raises:
-            StageConfigError: The checkpoint cannot be read, or its class is unknown or takes no prompt.
+            StageConfigError: The checkpoint cannot be read, or its class is unknown, takes no prompt or makes text.
         """
         index = load_model_index(model, config.revision)
         pipeline_class = _find_class(model, index, config)
@@ -77,16 +92,16 @@ class PipelineInfo:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} takes no prompt; a diffusion stage runs pipelines that do"
             )
+        if "texts" in _output_fields(pipeline_class):
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} makes text; a diffusion stage makes images, videos and sound"
+            )
         return cls(index, pipeline_class)
 
     @cached_property
     def output_type(self) -> OutputType:
         """The pipeline's output, by the output classes in its module."""
-        from diffusers.utils import BaseOutput
-
-        known: Iterable[Any] = vars(sys.modules[self.pipeline_class.__module__]).values()
-        outputs = [name for name in known if inspect.isclass(name) and issubclass(name, BaseOutput)]
-        fields = {field.name for output in outputs for field in dataclasses.fields(cast(Any, output))}
+        fields = _output_fields(self.pipeline_class)
         if "num_frames" in call_parameters(self.pipeline_class):
             return "video"
         return next((made for field, made in _OUTPUT_FIELDS.items() if field in fields), "image")
@@ -106,6 +121,19 @@ class PipelineInfo:
         from_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
         from_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.values()
         return self.pipeline_class in from_image and self.pipeline_class not in from_text
+
+    @property
+    def missing_inputs(self) -> list[str]:
+        """What a call needs and no request can have: images, videos and tensors beside `image`."""
+        known = call_parameters(self.pipeline_class)
+        needed = (*_ALWAYS_NEEDED, _NEEDED_BY.get(self.pipeline_class.__name__))
+        return [
+            name
+            for name, parameter in known.items()
+            if name in needed
+            or (name == "video" and "image" not in known and not _is_optional(parameter.annotation))
+            or (name not in ("prompt", "image") and _is_required_medium(parameter))
+        ]
 
     @property
     def takes_images(self) -> bool:
@@ -148,6 +176,21 @@ def _named_parameters(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variable}
 
 
+def _is_required_medium(parameter: inspect.Parameter) -> bool:
+    annotation = str(parameter.annotation)
+    return parameter.default is inspect.Parameter.empty and any(medium in annotation for medium in _MEDIA_TYPES)
+
+
+def _output_fields(pipeline_class: type) -> set[str]:
+    """The fields of the output classes in a pipeline's module."""
+    from diffusers.utils import BaseOutput
+
+    known: Iterable[Any] = vars(sys.modules[pipeline_class.__module__]).values()
+    outputs = [name for name in known if inspect.isclass(name) and issubclass(name, BaseOutput)]
+    # BaseOutput itself, which modules import, is no dataclass.
+    return {f.name for output in outputs if dataclasses.is_dataclass(output) for f in dataclasses.fields(output)}
+
+
 def takes_several_images(pipeline_class: type) -> bool:
     """Whether one prompt can have several input images.
 
@@ -171,6 +214,11 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
     try:
         index = DiffusionPipeline.load_config(model, revision=revision)
     except (OSError, ValueError) as error:
+        if _has_file(model, _MODULAR_INDEX, revision):
+            raise StageConfigError(
+                f"{model}: is a modular pipeline ({_MODULAR_INDEX}), which is not supported; use a checkpoint of a "
+                f"pipeline with a {_INDEX}"
+            ) from error
         raise StageConfigError(
             f"{model}: {_INDEX} cannot be read ({error}); give a folder of a saved diffusers pipeline, or a "
             "name on the hub (offline: one in the cache)"
@@ -229,6 +277,7 @@ def _is_optional(annotation: Any) -> bool:
     return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
+_TERMINAL = "shift_terminal"
 VAE_CHANNELS = "input_channels"
 """The name that VAEs with transparency have for their number of channels."""
 # VAEs' names for the frames of one latent frame.
@@ -243,26 +292,41 @@ def temporal_factor(model: str, index: dict[str, Any], revision: str | None = No
     Args:
         index: The checkpoint's `model_index.json`.
     """
-    values = _vae_values(_TEMPORAL_FACTORS, model, index, revision)
+    values = _component_values("vae", _TEMPORAL_FACTORS, model, index, revision)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:
     """Whether a checkpoint's VAE encodes images with their transparency. Takes the arguments of `temporal_factor`."""
-    return _vae_values((VAE_CHANNELS,), model, index, revision) == [4]
+    return _component_values("vae", (VAE_CHANNELS,), model, index, revision) == [4]
 
 
-def _vae_values(names: Sequence[str], model: str, index: dict[str, Any], revision: str | None) -> list[Any]:
-    """Settings of a checkpoint's VAE: those of these names that its class has, if it is one of diffusers' own."""
+def fewest_steps(model: str, index: dict[str, Any], revision: str | None = None) -> int:
+    """The fewest steps of a denoising. Takes the arguments of `temporal_factor`.
+
+    A scheduler with a terminal noise stretches its schedule from the first step to the last: it divides by zero if they
+    are the same.
+    """
+    try:
+        terminals = _component_values("scheduler", (_TERMINAL,), model, index, revision)
+    except OSError:  # Its pipeline makes the scheduler.
+        return 1
+    return 2 if any(terminals) else 1
+
+
+def _component_values(
+    component: str, names: Sequence[str], model: str, index: dict[str, Any], revision: str | None
+) -> list[Any]:
+    """Settings of a component of a checkpoint: those of these names that its class has, if it is one of diffusers'."""
     import diffusers
 
-    library, name = index.get("vae") or (None, None)
+    library, name = index.get(component) or (None, None)
     if library != "diffusers" or not hasattr(diffusers, str(name)):
         return []
-    vae_class = getattr(diffusers, str(name))
-    parameters = inspect.signature(vae_class.__init__).parameters
+    component_class = getattr(diffusers, str(name))
+    parameters = inspect.signature(component_class.__init__).parameters
     known = {name: parameters[name].default for name in names if name in parameters}
-    config = vae_class.load_config(model, subfolder="vae", revision=revision) if known else {}
+    config = component_class.load_config(model, subfolder=component, revision=revision) if known else {}
     return [config.get(name, default) for name, default in known.items()]
 
 

@@ -6,7 +6,7 @@
     stage -> next stage           DataMessage
     stage -> its feeders          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, TextsMessage, ResultMessage, ErrorMessage,
-                                  StatsMessage, MetricsMessage, FaultMessage
+                                  StatsMessage, MetricsMessage, AliveMessage, FaultMessage
 
 A message is one frame: a header with the sender and the version of this page, msgpack, and the payload if it is
 carried inline. Any other payload is described by its `PayloadRef` and read through a connector.
@@ -28,9 +28,11 @@ import zmq
 
 from vllm_omni.metrics.stats import MetricFamily, StageMetrics, StageStats
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 ORCHESTRATOR = -1
 """The orchestrator's id as a sender."""
+HEARTBEAT_S = 3.0
+"""A stage that is ready sends the orchestrator some message at least as often, while its IO thread works."""
 
 
 class _Ref(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +232,12 @@ class MetricsMessage(Message):
     families: list[MetricFamily]
 
 
+class AliveMessage(Message):
+    """The stage's IO thread works, and has sent nothing else for `HEARTBEAT_S`."""
+
+    instance_id: int
+
+
 class FaultMessage(Message):
     """A peer sent a message that cannot be decoded."""
 
@@ -256,6 +264,7 @@ OrchestratorInbound = (
     | ErrorMessage
     | StatsMessage
     | MetricsMessage
+    | AliveMessage
     | FaultMessage
     | RefundMessage
 )

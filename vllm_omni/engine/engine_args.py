@@ -4,14 +4,15 @@
 This is the only place that decides how a stage's engine is set up; it starts nothing.
 """
 
-import difflib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+import vllm.envs as envs
 from pydantic import ValidationError
 from vllm.config import (
     ECTransferConfig,
@@ -28,8 +29,10 @@ from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_omni.config.utils import nearest
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -58,6 +61,11 @@ _CONFIGS: dict[str, type] = {
     "ec_transfer_config": ECTransferConfig,
 }
 """Arguments that vLLM reads as objects and does not make of a dict itself, as it does with all other configurations."""
+_READ_WITH_TOKENIZER = ("reasoning_parser", "reasoning_parser_plugin", "reasoning_config", "structured_outputs_config")
+_ONLY_WITHOUT_ROWS = {
+    "speculative_config": "rows of rejected tokens would leave the engine",
+    "kv_transfer_config": "there would be no rows of tokens whose keys and values a connector has found",
+}
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -67,6 +75,10 @@ ROW_CACHE_BYTES = 4 << 30
 USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
 """vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+PASSED_ON_GPU: frozenset[Literal["async_rows", "v2_model_runner"]] = frozenset()
+"""What is on by default besides asynchronous scheduling of text without rows: what has passed on a GPU, as the table of
+docs/devices.md says. The rest is one setting away: `async_scheduling` of a stage with rows (`async_rows`), and the
+variable for V2."""
 _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 """Methods of models (`SupportsPostprocess`, `SupportsFeedback`) that leave something for the next step."""
 
@@ -147,7 +159,8 @@ class StageEngineArgs(EngineArgs):
         self.async_scheduling = False
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
-        with _v1_runner_in_environment():
+        # Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses.
+        with _runner_in_environment("0"):
             config = super().create_engine_config(*args, **kwargs)
         is_async = config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]
         if is_async:
@@ -158,12 +171,17 @@ class StageEngineArgs(EngineArgs):
 
 
 def _can_use_v2_runner(config: VllmConfig) -> bool:
-    """Whether vLLM would take its V2 model runner, and the stage needs nothing that only our model runners have.
+    """Whether V2 is chosen, vLLM would take it, and the stage needs nothing that only our model runners have.
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    if not ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen):
+        return False
+    with _runner_in_environment(None):
+        would_take = config.use_v2_model_runner
     return (
-        config.use_v2_model_runner
+        would_take
         and not OmniEngineSettings.from_vllm_config(config).emits_rows
         and config.parallel_config.world_size == 1
         and config.speculative_config is None
@@ -173,16 +191,16 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
 
 
 @contextmanager
-def _v1_runner_in_environment() -> Iterator[None]:
-    """Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses."""
-    before = os.environ.get(_V2_RUNNER_VARIABLE)
-    os.environ[_V2_RUNNER_VARIABLE] = "0"
+def _runner_in_environment(value: str | None) -> Iterator[None]:
+    """Has vLLM read this choice of a model runner; None: it chooses itself."""
+    before = os.environ.pop(_V2_RUNNER_VARIABLE, None)
+    if value is not None:
+        os.environ[_V2_RUNNER_VARIABLE] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_V2_RUNNER_VARIABLE]
-        else:
+        os.environ.pop(_V2_RUNNER_VARIABLE, None)
+        if before is not None:
             os.environ[_V2_RUNNER_VARIABLE] = before
 
 
@@ -223,13 +241,15 @@ def create_engine_args(
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
-    _refuse_v2_model_runner()
     override = StageConfigOverride(
         hf_config_name, model_arch, engine_type == "generation", vllm_engine_args.pop("hf_overrides", None)
     )
     arguments = (
         _defaults(settings) | {"async_scheduling": _schedules_async(vllm_engine_args, settings)} | vllm_engine_args
     )
+    if arguments.get("skip_tokenizer_init"):
+        for name in _READ_WITH_TOKENIZER:  # They are meant for the stages that write text.
+            arguments.pop(name, None)
     if _world_size(arguments) == 1:
         arguments.setdefault("distributed_executor_backend", _UNIPROC_EXECUTOR)
     if arguments.get("otlp_traces_endpoint"):
@@ -247,13 +267,15 @@ def _samples_codes(arguments: dict[str, Any]) -> bool:
 
 
 def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) -> bool | None:
-    """Whether a stage is scheduled asynchronously. None: vLLM decides, as for a text, and does so for accelerators.
+    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, as for a text, and does so for
+    accelerators.
 
     Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
     in other processes, and of drafts, would come too late.
     """
     is_text = settings.engine_type == "ar" and settings.uses_generation_config
     is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
+    is_plain &= not settings.emits_rows or "async_rows" in PASSED_ON_GPU
     return None if is_text and is_plain and "scheduler_cls" not in arguments else False
 
 
@@ -269,6 +291,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "disable_log_stats": True,
+        "use_tqdm_on_load": sys.stderr.isatty(),
         "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
     if is_cpu:
@@ -294,8 +317,8 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
     known = [field.name for field in fields(EngineArgs)]
     for name in arguments:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise StageConfigError(f"unknown engine argument {name!r}; did you mean {nearest!r}?")
+            hint = "; it belongs to default_sampling_params" if name in SamplingParams.__struct_fields__ else ""
+            raise StageConfigError(f"unknown engine argument {name!r}{hint or nearest(name, known)}")
 
 
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
@@ -305,9 +328,11 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
         )
     if not settings.emits_rows:
         return
-    needs_text = f"needs engine_output_type 'text', not {settings.engine_output_type!r}"
-    if arguments.get("speculative_config"):
-        raise StageConfigError(f"speculative_config {needs_text}: rows of rejected tokens would leave the engine")
+    for name, reason in _ONLY_WITHOUT_ROWS.items():
+        if arguments.get(name):
+            raise StageConfigError(
+                f"{name} needs engine_output_type 'text', not {settings.engine_output_type!r}: {reason}"
+            )
 
 
 def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:
@@ -316,13 +341,6 @@ def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSett
         arguments["enable_prefix_caching"] = False
         reason = "it keeps no keys and values"
         logger.warning_once("stage %s runs without enable_prefix_caching: %s", settings.model_stage, reason)
-
-
-def _refuse_v2_model_runner() -> None:
-    if not current_platform.is_cpu() and os.environ.get(_V2_RUNNER_VARIABLE, "0") not in ("0", "false", "False"):
-        raise StageConfigError(
-            f"stages choose vLLM's model runner themselves: unset {_V2_RUNNER_VARIABLE}, or set it to 0"
-        )
 
 
 def message_of(error: Exception) -> str:
@@ -363,7 +381,7 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
     """
     try:
         config = create_config_without_engine(engine_args)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: vLLM computes with values before it checks them.
         settings = engine_args.additional_config[_KEY]
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
         model = "" if path is None else f" (its model is {path})"

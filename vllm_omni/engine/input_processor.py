@@ -58,7 +58,7 @@ class PreprocessedPrompt(TypedDict):
 class OmniInputProcessor(InputProcessor):
     """vLLM's input processor with additional information, embedding payloads and stricter checks.
 
-    A prompt is any of vLLM's, raw or rendered; as a dict it can have four more keys:
+    A prompt is any of vLLM's, raw or rendered; as a dict it can have five more keys:
 
     - `additional_information`: a dict of tensors and plain values for the model's hooks. Its key `mrope_positions`
       (int64 `[3, n]`), where present, sets the request's M-RoPE positions: of the whole prompt, and of the first
@@ -66,6 +66,7 @@ class OmniInputProcessor(InputProcessor):
     - `prompt_embeds`: a tensor, as in vLLM, or a `PromptEmbedsPayload`.
     - `guidance`: a `Guidance`.
     - `token_information`: as in `StageInput`.
+    - `forced_token_ids`: what is generated, instead of what the model would sample.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -104,8 +105,7 @@ class OmniInputProcessor(InputProcessor):
             engine_input = self._render(prompt, tokenization_kwargs)
             request = super().process_inputs(request_id, engine_input, params, supported_tasks, *args, **kwargs)
             further = prompt if isinstance(prompt, dict) else {}
-            guidance, names = further.get("guidance"), further.get("token_information", ())
-            return self._finish(request, information, cast("Guidance | None", guidance), cast("Sequence[str]", names))
+            return self._finish(request, information, cast("dict[str, Any]", further))
         except (ValueError, TypeError, VLLMClientError) as error:
             raise InvalidRequestError(describe_refusal(error), request_id) from error
 
@@ -169,9 +169,10 @@ class OmniInputProcessor(InputProcessor):
         self,
         request: EngineCoreRequest,
         information: dict[str, Any],
-        guidance: Guidance | None,
-        token_information: Sequence[str],
+        further: dict[str, Any],
     ) -> OmniEngineCoreRequest:
+        guidance: Guidance | None = further.get("guidance")
+        token_information: Sequence[str] = further.get("token_information", ())
         num_tokens = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
         self._check_length(num_tokens)
         self._check_token_ids(request)
@@ -187,7 +188,9 @@ class OmniInputProcessor(InputProcessor):
             params = request.sampling_params  # vLLM's copy
             assert params is not None and params.max_tokens is not None
             params.max_tokens = min(params.max_tokens, self.model_config.max_model_len - len(guidance.prompt_token_ids))
-        return OmniEngineCoreRequest.from_engine_core_request(request, payload, guidance, token_information)
+        return OmniEngineCoreRequest.from_engine_core_request(
+            request, payload, guidance, token_information, further.get("forced_token_ids", ())
+        )
 
     def _identify(self, request: EngineCoreRequest, payload: AdditionalInformationPayload | None) -> None:
         """A prompt in the prefix cache: what a model makes of its tokens may depend on additional information."""

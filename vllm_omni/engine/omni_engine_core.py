@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_omni.core.sched.guided_scheduler import GuidedScheduler
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput, StepRecord
+from vllm_omni.engine.grammars import OmniStructuredOutputManager
 from vllm_omni.payloads import OmniEngineCoreRequest
 
 
@@ -27,6 +28,7 @@ class OmniEngineCore(EngineCore):
         core: EngineCore = client.engine_core
         core.__class__ = cls
         assert isinstance(core, cls)
+        OmniStructuredOutputManager.adopt(core.structured_output_manager)
         if core.batch_queue is not None:
             core.step_fn = core.step_with_batch_queue
         cls._alive.add(core)
@@ -47,6 +49,11 @@ class OmniEngineCore(EngineCore):
         scheduled, wave = super().preprocess_add_request(request)
         if isinstance(request, OmniEngineCoreRequest):
             OmniRequest.adopt(scheduled, request)
+            assert isinstance(scheduled, OmniRequest)
+            if request.forced_token_ids:
+                self.grammars.force(scheduled, request.forced_token_ids)
+            elif scheduled.use_structured_output:
+                self.grammars.grammar_init(scheduled)
             if request.token_information:
                 self._hash_rows(scheduled, request.token_information)
             if request.guidance is not None:
@@ -69,6 +76,11 @@ class OmniEngineCore(EngineCore):
     def omni_scheduler(self) -> OmniSchedulerMixin:
         assert isinstance(self.scheduler, OmniSchedulerMixin)
         return self.scheduler
+
+    @property
+    def grammars(self) -> OmniStructuredOutputManager:
+        assert isinstance(self.structured_output_manager, OmniStructuredOutputManager)
+        return self.structured_output_manager
 
     def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         """Raises what the sampling of the last step has raised, where vLLM would first compute the next one, of tokens

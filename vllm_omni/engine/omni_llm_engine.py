@@ -203,8 +203,8 @@ class OmniLLMEngine(LLMEngine):
             scheduler.batch_tokens = min(scheduler.batch_tokens, batch_tokens)
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything. False also while every request is held: then only new input, a new request
-        or an abort makes progress."""
+        """Whether `step` would do anything. False also while every request is held, or its grammar is compiled: then
+        only new input, a new request, an abort or a grammar makes progress."""
         return self._scheduler.has_work() or self._core.is_computing
 
     def kv_blocks(self) -> tuple[int, int]:
@@ -228,6 +228,10 @@ class OmniLLMEngine(LLMEngine):
     def watch_steps(self, on_scheduled: Callable[[StepRecord], None], on_done: Callable[[StepRecord], None]) -> None:
         """`on_scheduled` is called with each step before it is computed, `on_done` when its outputs were processed."""
         self._on_scheduled, self._on_done = on_scheduled, on_done
+
+    def watch_grammars(self, on_compiled: Callable[[], None]) -> None:
+        """`on_compiled` is called, on another thread, when `has_work` may have changed: a grammar is compiled."""
+        self._core.grammars.on_compiled = on_compiled
 
     def _start_step(self, step: StepRecord) -> None:
         self._in_flight.append(step)

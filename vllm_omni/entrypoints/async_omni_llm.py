@@ -38,6 +38,7 @@ class AsyncOmniLLM(OmniBase):
         # One thread: tokenizers and processors are not thread-safe.
         self._preprocessing = ThreadPoolExecutor(1, thread_name_prefix="omni-preprocessing")
         self._num_preprocessing = 0
+        self._places: set[Place] = set()
         self._delivery: EventDelivery | None = None
 
     def _delivery_to(self, loop: asyncio.AbstractEventLoop) -> EventDelivery:
@@ -59,6 +60,7 @@ class AsyncOmniLLM(OmniBase):
         priority: int = 0,
         on_accepted: Callable[[], None] | None = None,
         hold: Callable[[Callable[[], None]], None] | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt as they occur; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
@@ -80,6 +82,7 @@ class AsyncOmniLLM(OmniBase):
                 admission.
             hold: Called at the end with a function that makes room for another request, to be called when the outputs
                 have left this process. Default: there is room when the caller has received the last event.
+            place: Of `reserve`. Default: a new one.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
@@ -115,13 +118,13 @@ class AsyncOmniLLM(OmniBase):
                 text=text,
             )
 
-        if self._num_preprocessing or not self.builder.is_rendered_text(prompt):
-            request = await self._preprocess(build)
-        else:  # A thread would take longer to begin than this takes.
-            self.check_room()
-            request = build()
-        internal_id = request.request_id  # `on_event` must not refer to `request`, which holds it and all media.
-        orchestrator.submit(request, wait=False)
+        with place or self.reserve():
+            if self._num_preprocessing or not self.builder.is_quick(prompt, sampling_params_list):
+                request = await self._preprocess(build)
+            else:  # A thread would take longer to begin than this takes.
+                request = build()
+            internal_id = request.request_id  # `on_event` must not refer to `request`, which holds it and all media.
+            orchestrator.submit(request, wait=False)
         feeding = None if text is None else asyncio.ensure_future(self._feed(text, request, events))
         try:
             if on_accepted is not None:
@@ -144,7 +147,8 @@ class AsyncOmniLLM(OmniBase):
         Raises:
             InvalidRequestError, PipelineFullError, PipelineClosedError: As `generate`.
         """
-        await self._preprocess(lambda: self._pipeline.builder.build(prompt, None, on_event=lambda _: None))
+        with self.reserve():
+            await self._preprocess(lambda: self._pipeline.builder.build(prompt, None, on_event=lambda _: None))
 
     async def _begin_text(self, prompt: str | OmniPrompt, request_id: str | None) -> TextInput | None:
         """The text of a prompt that arrives in pieces, with its beginning; None for any other prompt."""
@@ -172,18 +176,28 @@ class AsyncOmniLLM(OmniBase):
         except Exception as error:
             events.put(error)
 
-    def check_room(self) -> None:
-        """Raises the errors that `generate` would raise for any prompt.
+    def check_room(self, num_sequences: int = 1) -> None:
+        """Raises the errors that `generate` would raise for any prompt of so many sequences.
 
         Raises:
             PipelineFullError: The queue is full.
             PipelineClosedError: `close()` was called.
         """
-        self._pipeline.orchestrator.check_room(self._num_preprocessing)
+        num_coming = sum(place.num_sequences for place in self._places)
+        self._pipeline.orchestrator.check_room(num_coming, num_sequences)
+
+    def reserve(self, num_sequences: int = 1) -> Place:
+        """Takes a place in the queue for a request that is still to be made. So requests have their places in the order
+        in which they came, however long each takes to be made.
+
+        Raises:
+            PipelineFullError, PipelineClosedError: As `check_room`.
+        """
+        self.check_room(num_sequences)
+        return Place(self._places, num_sequences)
 
     async def _preprocess(self, build: Callable[[], PipelineRequest]) -> PipelineRequest:
-        """Runs `build` in the preprocessing thread; raises at once if the queue has no room for the request."""
-        self.check_room()
+        """Runs `build` in the preprocessing thread."""
         self._num_preprocessing += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._preprocessing, build)
@@ -194,6 +208,25 @@ class AsyncOmniLLM(OmniBase):
         """Ends all stages. Running requests end with an `ErrorEvent`. May be called twice."""
         super().close()
         self._preprocessing.shutdown(wait=False)
+
+
+class Place:
+    """A place in a queue, that is free again at the end of a `with` block or by `release`. For the event loop."""
+
+    def __init__(self, taken: set[Place], num_sequences: int) -> None:
+        self.num_sequences = num_sequences
+        self._taken = taken
+        taken.add(self)
+
+    def release(self) -> None:
+        """May be called twice."""
+        self._taken.discard(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
 
 
 class EventQueue:

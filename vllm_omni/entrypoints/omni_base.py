@@ -87,10 +87,14 @@ class OmniBase:
             StageStartError: A stage failed to start, or took too long.
             PipelineClosedError: It was closed while it started.
         """
+        self._prepare()
         args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
         self._pipeline = launch_pipeline(args, fork_server, on_open)
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
+
+    def _prepare(self) -> None:
+        """Called before a process is started, and vLLM is imported."""
 
     @property
     def config(self) -> PipelineConfig:
@@ -118,8 +122,8 @@ class OmniBase:
         return self._pipeline.orchestrator.error
 
     def health(self) -> list[StageHealth]:
-        """The state of each stage in stage order: `starting`, `ready`, `restarting` or `dead`; once the pipeline is not
-        open any more, all are dead."""
+        """The state of each stage in stage order: `starting`, `ready`, `unresponsive`, `restarting` or `dead`; once the
+        pipeline is not open any more, all are dead."""
         return self._pipeline.orchestrator.health()
 
     def stats(self) -> list[StageStats]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.metrics.logs import log_to_stderr
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
     from vllm_omni.events import OmniEvent
     from vllm_omni.inputs import OmniPrompt
+    from vllm_omni.orchestrator.request import PipelineRequest
     from vllm_omni.outputs import OmniRequestOutput
 
     Prompts = str | OmniPrompt | Sequence[str | OmniPrompt]
@@ -42,7 +44,12 @@ class OmniLLM(OmniBase):
         with OmniLLM("path/to/diffusers-model") as llm:
             [output] = llm.generate("A red boat.", {"num_inference_steps": 20, "seed": 1})
             output.images[0].save("boat.png")
+
+    Log lines go to stderr, unless vLLM's variables (`VLLM_LOGGING_STREAM`) say otherwise.
     """
+
+    def _prepare(self) -> None:
+        log_to_stderr()
 
     @overload
     def generate(
@@ -54,6 +61,7 @@ class OmniLLM(OmniBase):
         stream: Literal[False] = False,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[OmniRequestOutput]: ...
 
     @overload
@@ -79,6 +87,7 @@ class OmniLLM(OmniBase):
         keep_outputs: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
+        on_error: Literal["raise", "return"] = "raise",
     ) -> list[OmniRequestOutput] | Iterator[OmniEvent]:
         """Runs prompts through the pipeline, many at a time.
 
@@ -91,8 +100,9 @@ class OmniLLM(OmniBase):
             use_tqdm: Show a progress bar on stderr: completed prompts, and running prompts of each stage. None: only
                 without `stream`.
             stream: Return an iterator over the events of all prompts as they occur, instead of waiting for the end.
-                A prompt's events have its `request_id`: "0", "1", ... in the order of all prompts so far. A prompt that
-                fails ends with an `ErrorEvent`; no error is raised for it. Closing the iterator aborts the others.
+                A prompt's events have its index, `prompt_index`, and its `request_id`: "0", "1", ... in the order of
+                all prompts so far. A prompt that fails ends with an `ErrorEvent`; no error is raised for it. Closing
+                the iterator aborts the others.
             keep_outputs: With `stream`, the last event of a prompt has its complete outputs. False: it has only the
                 text, tokens and tensors since the event before, and this process does not hold a long output in memory.
             lora_request: The LoRA adapter of the first stage: one for all prompts, or a list with one (or None) for
@@ -101,20 +111,26 @@ class OmniLLM(OmniBase):
             priority: Of all prompts, or a list with one for each; lower values come first. It counts in stages with
                 `scheduling_policy: priority` and in those that are no vLLM engines, and in admission if it does in the
                 first of them.
+            on_error: `raise`: the error of the first prompt that failed, when all are complete. `return`: a prompt that
+                failed has one output, whose `error` is set. Without effect with `stream`.
 
         Returns:
             The outputs in the order of the prompts; for each prompt one output for each final stage that its
             `modalities` select, in stage order. With `stream`, events.
 
         Raises:
-            InvalidRequestError: A prompt or a parameter is wrong. All prompts of this call are aborted.
-            RequestError: A prompt failed inside a stage. The others completed: see the error's `results`.
-            PipelineClosedError: `close()` was called.
+            InvalidRequestError: A prompt or its parameters are wrong. Of several prompts the message begins with its
+                index: `prompt 11: ...`. The others completed: see the error's `results`.
+            RequestError: A prompt failed inside a stage. The same.
+            PipelineClosedError: `close()` was called, or this process is a fork of the one that opened the pipeline.
         """
+        self._pipeline.orchestrator.check_process()
+        if on_error not in ("raise", "return"):
+            raise InvalidRequestError(f"on_error must be 'raise' or 'return', not {on_error!r}", "")
         settings = _settings(prompts, lora_request=lora_request, priority=priority)
         batch = _Batch(self, settings, sampling_params_list, stream, keep_outputs)
         events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
-        return events if stream else _collect(events)
+        return events if stream else _collect(events, raises=on_error == "raise")
 
     @overload
     def chat(
@@ -150,6 +166,7 @@ class OmniLLM(OmniBase):
         additional_information: dict[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
+        on_error: Literal["raise", "return"] = "raise",
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
@@ -192,7 +209,7 @@ class OmniLLM(OmniBase):
         )
         options = {"modalities": modalities, "additional_information": additional_information}
         prompts = [{"messages": each, "chat_params": params, **options} for each in _as_conversations(messages)]
-        return self.generate(  # type: ignore[call-overload]
+        return self.generate(  # type: ignore[call-overload, misc]
             prompts,
             sampling_params_list,
             use_tqdm,
@@ -200,6 +217,7 @@ class OmniLLM(OmniBase):
             keep_outputs=keep_outputs,
             lora_request=lora_request,
             priority=priority,
+            on_error=on_error,
         )
 
 
@@ -223,6 +241,7 @@ class _Batch:
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
         self._is_cancelled = threading.Event()
         self._running: dict[str, None] = {}  # an ordered set
+        self._indices: dict[str, int] = {}  # of the prompts, by request id
 
     def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
         """All events of all prompts, one terminal event for each prompt."""
@@ -232,13 +251,22 @@ class _Batch:
             with _ProgressBar(self._pipeline, len(self._prompts), use_tqdm) as bar:
                 while bar.num_done < len(self._prompts):
                     event = self._next_event(bar)
+                    self._number(event)
                     if event.is_terminal:
-                        del self._running[event.request_id]
+                        self._running.pop(event.request_id, None)
+                        del self._indices[event.request_id]
                         self._pipeline.orchestrator.release(event.request_id)
                         bar.advance()
                     yield event
         finally:
             self._cancel(feeder)
+
+    def _number(self, event: OmniEvent) -> None:
+        """Says which prompt the event is about; the message of its error, too."""
+        event.prompt_index = self._indices[event.request_id]
+        error = getattr(event, "error", None)  # of an `ErrorEvent`, whose module imports vLLM
+        if error is not None and len(self._prompts) > 1:
+            error.args = (f"prompt {event.prompt_index}: {error}", *error.args[1:])
 
     def _next_event(self, bar: _ProgressBar) -> OmniEvent:
         while True:
@@ -255,15 +283,22 @@ class _Batch:
 
     def _submit_all(self) -> None:
         try:
-            for prompt, settings in self._prompts:
+            for index, (prompt, settings) in enumerate(self._prompts):
                 if self._is_cancelled.is_set():
                     return
-                self._submit(prompt, settings)
+                try:
+                    request = self._build(prompt, settings)
+                except InvalidRequestError as error:
+                    self._indices[error.request_id] = index
+                    self._events.put(_as_event(error))
+                else:
+                    self._indices[request.external_id] = index
+                    self._submit(request)
         except Exception as error:
             self._events.put(error)
 
-    def _submit(self, prompt: str | OmniPrompt, settings: dict[str, Any]) -> None:
-        request = self._pipeline.builder.build(
+    def _build(self, prompt: str | OmniPrompt, settings: dict[str, Any]) -> PipelineRequest:
+        return self._pipeline.builder.build(
             prompt,
             self._sampling_params_list,
             self._events.put,
@@ -271,6 +306,8 @@ class _Batch:
             keep_outputs=self._keep_outputs,
             **settings,
         )
+
+    def _submit(self, request: PipelineRequest) -> None:
         self._running[request.request_id] = None
         orchestrator = self._pipeline.orchestrator
         orchestrator.submit(request, cancelled=self._is_cancelled)
@@ -349,14 +386,31 @@ def _as_conversations(messages: Conversations) -> Sequence[Any]:
     return messages if messages and isinstance(messages[0], (list, tuple)) else [messages]
 
 
-def _collect(events: Iterator[OmniEvent]) -> list[OmniRequestOutput]:
-    """The outputs of all terminal events, in the order of the prompts."""
+def _as_event(error: InvalidRequestError) -> OmniEvent:
+    """The end of a prompt that was refused."""
+    from vllm_omni.events import ErrorEvent
+
+    return ErrorEvent(request_id=error.request_id, sequence=0, ts=time.time(), error=error)
+
+
+def _collect(events: Iterator[OmniEvent], raises: bool) -> list[OmniRequestOutput]:
+    """The outputs of all terminal events, in the order of the prompts.
+
+    Args:
+        raises: The first error, if there is one, instead of an output with it.
+    """
     from vllm_omni.events import CompletedEvent, ErrorEvent
+    from vllm_omni.outputs import OmniRequestOutput
 
     ends = sorted(events, key=lambda event: int(event.request_id))
-    outputs = [output for event in ends if isinstance(event, CompletedEvent) for output in event.outputs]
+    errors = [event.error for event in ends if isinstance(event, ErrorEvent)]
+    outputs: list[OmniRequestOutput] = []
     for event in ends:
-        if isinstance(event, ErrorEvent):
-            event.error.results = outputs
-            raise event.error
+        if isinstance(event, CompletedEvent):
+            outputs += event.outputs
+        elif isinstance(event, ErrorEvent) and not raises:
+            outputs.append(OmniRequestOutput.failed(event.error))
+    if errors and raises:
+        errors[0].results = outputs
+        raise errors[0]
     return outputs

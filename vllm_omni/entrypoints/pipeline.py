@@ -2,6 +2,7 @@
 """Opens a pipeline for a checkpoint: resolves its configuration, starts the stages, and makes its request builder."""
 
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import PipelineStartError, StageConfigError
+from vllm_omni.extras import install_command
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
 from vllm_omni.orchestrator.cluster import Cluster
@@ -40,6 +42,8 @@ def open_pipeline(
     resolved = resolve_pipeline(args)
     fetch_weights(resolved, args.model)
     config = resolved.config
+    if resolved.engine_args:
+        _check_locks()
     has_cluster = config.runtime.distributed_backend is not None
     placements = {} if has_cluster else place_cores(config)  # Else each stage computes its share of its machine.
     server.preload(_modules_to_preload(resolved, args.model))
@@ -85,7 +89,7 @@ def open_cluster(config: PipelineConfig, timeout: float) -> Cluster:
     try:
         from vllm_omni.orchestrator.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
-        raise StageConfigError("distributed_backend 'ray' needs Ray: pip install 'vllm-omni[ray]'") from error
+        raise StageConfigError(f"distributed_backend 'ray' needs Ray: {install_command('ray')}") from error
     return RayCluster(config, timeout)
 
 
@@ -93,7 +97,7 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
     """The enabled observers.
 
     Raises:
-        OSError: `trace_file` cannot be written.
+        PipelineStartError: `trace_file` cannot be written.
         VllmRequirementError: OpenTelemetry is enabled but not installed.
     """
     # Imported on demand, because they import OpenTelemetry or Prometheus; first the observers that may raise.
@@ -105,13 +109,31 @@ def make_observers(config: PipelineConfig, args: OmniArgs) -> list[PipelineObser
     if args.trace_file is not None:
         from vllm_omni.metrics.timeline import Timeline
 
-        observers.append(Timeline(args.trace_file, config))
+        try:
+            observers.append(Timeline(args.trace_file, config))
+        except OSError as error:
+            raise PipelineStartError(f"trace_file {args.trace_file}: cannot be written ({error.strerror})") from error
     if args.log_stats:
         from vllm_omni.metrics.prometheus import PrometheusObserver
         from vllm_omni.metrics.text import SummaryLog
 
         observers += [SummaryLog(), PrometheusObserver(config)]
     return observers
+
+
+def _check_locks() -> None:
+    """vLLM's executors make locks between processes, even for one.
+
+    Raises:
+        PipelineStartError: The system refuses them.
+    """
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise PipelineStartError(
+            f"vLLM's engines need locks in /dev/shm, which cannot be written ({error.strerror}); mount it writable, "
+            "in a container with --shm-size=2g or --ipc=host"
+        ) from error
 
 
 def _modules_to_preload(resolved: ResolvedPipeline, model: str) -> list[str]:

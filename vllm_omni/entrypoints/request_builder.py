@@ -180,11 +180,17 @@ class RequestBuilder:
                 decoders[stage_id] = decoder
         return decoders
 
-    def is_rendered_text(self, prompt: str | OmniPrompt) -> bool:
-        """Whether a prompt is text that vLLM's server has tokenized: its request is built in a fraction of a
-        millisecond."""
+    def is_quick(
+        self,
+        prompt: str | OmniPrompt,
+        sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams = None,
+    ) -> bool:
+        """Whether a prompt is text that vLLM's server has tokenized, without a grammar, which vLLM would parse: its
+        request is built in a fraction of a millisecond."""
+        params = sampling_params_list if isinstance(sampling_params_list, Sequence) else [sampling_params_list]
         return (
-            isinstance(prompt, Mapping)
+            not any(isinstance(each, SamplingParams) and each.structured_outputs for each in params)
+            and isinstance(prompt, Mapping)
             and prompt.keys() == {"engine_input", "modalities"}
             and prompt["engine_input"].get("type") == "token"  # A raw prompt has no type.
             and not self.prompt_processors
@@ -594,7 +600,8 @@ def _as_sampling_params(
 
 
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields."""
+    """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields, and the keys of `logit_bias`
+    strings."""
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]
@@ -602,4 +609,14 @@ def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
             if key not in known:
                 raise ValueError(f"unknown key {key!r} in structured_outputs{nearest(key, known)}")
         values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
+    if values.get("logit_bias") is not None:
+        values = {**values, "logit_bias": _read_logit_bias(values["logit_bias"])}
     return SamplingParams(**values)
+
+
+def _read_logit_bias(given: Any) -> dict[int, float]:
+    """Biases by token id. The keys of a JSON object are strings."""
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, ValueError, TypeError) as error:
+        raise ValueError('logit_bias must be an object of token ids and biases, such as {"17": -100}') from error

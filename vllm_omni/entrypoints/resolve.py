@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import transformers
 from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig
 from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_hf_text_config
@@ -122,7 +124,12 @@ def _load(source: Path, args: OmniArgs) -> PipelineConfig:
     folder = Path(args.model)
     is_own = args.stage_configs_path is None and source == folder / CHECKPOINT_STAGE_CONFIG
     trusts = not is_own or is_shipped(folder) or args.engine_args.get("trust_remote_code")
-    return load_pipeline_config(source, None if trusts else folder)
+    config = load_pipeline_config(source, None if trusts else folder)
+    conditional = [stage for stage in config.stage_args if stage.only_if is not None]
+    if not conditional:
+        return config
+    hf_config = _read_hf_config(args.model, args.engine_args)
+    return config.without(s.stage_id for s in conditional if not getattr(hf_config, cast(str, s.only_if), True))
 
 
 def _source(args: OmniArgs) -> Path | None:
@@ -148,12 +155,7 @@ def _source(args: OmniArgs) -> Path | None:
 def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
     """The configuration of a model that a package has, or that of text models if vLLM serves it as one."""
     models = find_models()
-    try:
-        hf_config = load_hf_config(model, engine_args)
-    except (OSError, ValueError) as error:
-        problem = str(error).strip().split("\n")[0]
-        hint = f"\n{models.describe()}" if isinstance(error, ValueError) else ""  # There is one, of an unknown model.
-        raise StageConfigError(f"{model}: the checkpoint cannot be read: {problem}{hint}") from error
+    hf_config = _read_hf_config(model, engine_args)
     if hf_config.model_type in models.stage_configs:
         return models.stage_configs[hf_config.model_type]
     for_vllm = {name: value for name, value in engine_args.items() if name in _VLLM_ARGUMENTS}
@@ -165,6 +167,20 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
             f"{models.describe()}"
         )
     return models.stage_configs["text"]
+
+
+def _read_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:
+    """
+    Raises:
+        StageConfigError: It cannot be read: transformers raises errors of all types for values that it does not expect.
+    """
+    try:
+        return load_hf_config(model, engine_args)
+    except Exception as error:
+        problem = "; ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
+        # There is one, of an unknown model.
+        hint = f"\n{find_models().describe()}" if isinstance(error, ValueError) else ""
+        raise StageConfigError(f"{model}: the checkpoint's config.json cannot be read: {problem}{hint}") from error
 
 
 def _is_path(name: str) -> bool:
@@ -317,7 +333,7 @@ def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) 
         raise StageConfigError(f"{where}: {own!r} is no checkpoint; write a path or a name on the hub")
     if (made := _made_checkpoint(own, model)) is not None:
         return str(made(with_weights=False))
-    for path in (Path(model) / own, Path(own).expanduser(), _hub_folder(model, own, revision, _WEIGHTS)):
+    for path in (Path(model) / own, Path(os.path.expanduser(own)), _hub_folder(model, own, revision, _WEIGHTS)):
         if path is not None and path.exists():
             return str(path.resolve())
     if _is_path(own):

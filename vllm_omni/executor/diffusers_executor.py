@@ -52,7 +52,12 @@ class DiffusersPipelineExecutor:
     @property
     def has_room(self) -> bool:
         """Whether a new job would start at once."""
-        return len(self._waiting) + len(self._runner.running) < self.max_batch_size
+        return len(self._waiting) + len(self._runner.running) < self._max_running
+
+    @property
+    def unbatched(self) -> list[str]:
+        """Networks whose calls are not computed together, because the requests would change each other's results."""
+        return [*self._worker.unbatched, *self._runner.changed]
 
     @property
     def sample_rate(self) -> int | None:
@@ -92,10 +97,14 @@ class DiffusersPipelineExecutor:
         return ends, len(batch)
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._runner.running) < self.max_batch_size:
+        while self._waiting and len(self._runner.running) < self._max_running:
             end = self._runner.start(self._waiting.popleft())
             if end is not None:
                 self._ended.append(end)
+
+    @property
+    def _max_running(self) -> int:
+        return 1 if self._runner.changed else self.max_batch_size
 
     def _next_batch(self) -> list[RunningJob]:
         """The jobs to compute next.
@@ -104,8 +113,8 @@ class DiffusersPipelineExecutor:
         others. Then comes the job that has waited longest, with all that can join it.
         """
         running = self._runner.running
-        if not running:
-            return []
+        if not running or self._runner.changed:
+            return running[:1]
         first = min(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
         call, adapter = first.waiting_call, first.job.adapter
         others = [job for job in running if job.job.adapter == adapter]

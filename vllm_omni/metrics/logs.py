@@ -1,13 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers, and the request and stage that a log line names.
+"""Loggers, the request and stage that a log line names, and what a server logs while it starts.
 
 All modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGGING_LEVEL` apply to them. Imports
 neither other modules of the package nor vLLM.
 """
 
+import json
 import logging
+import logging.config
+import os
+import sys
+import warnings
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
+
+_QUIET_CONFIG = Path(__file__).with_name("quiet_logging.json")
+_CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+_VARIABLES = (_CONFIG_VARIABLE, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_CONFIGURE_LOGGING")
+_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Read when they are imported."""
+
+
+def log_to_stderr() -> None:
+    """Has vLLM's log lines, and those of stages that are started later, go to stderr, unless vLLM's variables say where
+    they go: by default they are between the lines that a program prints."""
+    if {"VLLM_LOGGING_STREAM", _CONFIG_VARIABLE} & os.environ.keys():
+        return
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    for handler in logging.getLogger("vllm").handlers:  # where vLLM was imported before
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
 
 
 def get_logger(module: str) -> logging.Logger:
@@ -49,3 +72,40 @@ def about(
 def _printable(request_id: str) -> str:
     """The caller chooses the id: it must neither start a new line nor act as a format string."""
     return "".join(c if c.isprintable() and c != "%" else "?" for c in request_id)
+
+
+def log_quietly() -> None:
+    """While a server starts, it logs what this package reports, and errors of vLLM; see `log_warnings`.
+
+    Holds for this process and for those that it starts. For a command line, as early as possible. No effect where the
+    environment configures vLLM's logging.
+    """
+    if any(name in os.environ for name in _VARIABLES):
+        return
+    os.environ[_CONFIG_VARIABLE] = str(_QUIET_CONFIG)
+    for name, level in _LIBRARIES.items():
+        os.environ.setdefault(name, level)
+    configure_process()
+
+
+def log_loudly() -> None:
+    """Undoes `log_quietly`, for a command line that turns out to configure vLLM's logging."""
+    if _is_quiet():
+        del os.environ[_CONFIG_VARIABLE]
+
+
+def configure_process() -> None:
+    """Configures a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
+    if _is_quiet():
+        logging.config.dictConfig(json.loads(_QUIET_CONFIG.read_text()))
+        warnings.filterwarnings("ignore", category=FutureWarning)  # about code of others
+
+
+def log_warnings() -> None:
+    """Logs vLLM's warnings from now on: after the start they are about requests, not about settings of this package."""
+    if _is_quiet():
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+
+
+def _is_quiet() -> bool:
+    return os.environ.get(_CONFIG_VARIABLE) == str(_QUIET_CONFIG)

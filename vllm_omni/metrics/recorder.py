@@ -2,7 +2,7 @@
 """Counts what a stage does, inside its process."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -92,6 +92,7 @@ class StageRecorder:
         num_running: int,
         kv_blocks: tuple[int, int] = (0, 0),
         caches: Mapping[str, CacheCounts] = MappingProxyType({}),
+        unbatched: Sequence[str] = (),
     ) -> StageStats:
         """A copy of the totals, with current values from the caller.
 
@@ -99,7 +100,7 @@ class StageRecorder:
             queue_depth: Requests that wait for the engine.
             num_running: Requests in the engine.
             kv_blocks: KV cache blocks in use, and of the engine.
-            caches: As in `StageStats`.
+            caches, unbatched: As in `StageStats`.
         """
         self.due, self._last_snapshot = None, time.monotonic()
         if self.metrics_due is None:
@@ -113,6 +114,7 @@ class StageRecorder:
             kv_blocks_used=used,
             kv_blocks_total=total,
             caches=dict(caches),
+            unbatched=list(unbatched),
             edges={source: msgspec.structs.replace(edge) for source, edge in self._stats.edges.items()},
         )
 

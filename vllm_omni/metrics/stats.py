@@ -96,6 +96,8 @@ class StageStats(msgspec.Struct, kw_only=True):
         num_scheduled: Batch sizes of all steps, summed.
         kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
         caches: Of the engine, by name: `encoder`, of encoded media; `prompt`, of encoded prompts.
+        unbatched: Networks of a diffusion stage whose calls are not batched, since requests would change each other's
+            outputs.
         edges: What came from each source, by stage id.
     """
 
@@ -116,4 +118,5 @@ class StageStats(msgspec.Struct, kw_only=True):
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     caches: dict[str, CacheCounts] = {}
+    unbatched: list[str] = []
     edges: dict[int, EdgeStats] = {}

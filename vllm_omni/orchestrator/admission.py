@@ -19,14 +19,15 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 class Admission:
     """A bounded queue, by priority and in order of arrival.
 
-    A request counts from `put` until `release`, when its caller has received its last event.
+    A request counts from `put` until `release`, when its caller has received its last event; one of several sequences
+    as so many requests. One with more sequences than fit is admitted alone.
     """
 
     def __init__(self, max_inflight: int, max_queued: int) -> None:
         self._max_queued = max_queued
         self._limit = max_inflight + max_queued
         self._waiting: deque[PipelineRequest] = deque()
-        self._open: set[str] = set()
+        self._open: dict[str, int] = {}  # the sequences of each request
         self._changed = threading.Condition()
         self._why_closed = ""
         self._last_release = time.monotonic()
@@ -43,23 +44,24 @@ class Admission:
             PipelineClosedError: The pipeline is closed.
         """
         with self._changed:
-            while wait and len(self._open) >= self._limit:
+            while wait and not self._has_room(request.num_sequences):
                 if self._why_closed or (cancelled and cancelled.is_set()):
                     break
                 self._changed.wait()
-            self.check_room()
+            self.check_room(num_sequences=request.num_sequences)
             if not self._open:
                 self._last_release = time.monotonic()  # Nothing was asked for until now.
-            self._open.add(request.request_id)
+            self._open[request.request_id] = request.num_sequences
             bisect.insort(self._waiting, request, key=lambda waiting: waiting.priority)
 
-    def check_room(self, num_coming: int = 0) -> None:
-        """Raises what `put` would raise without `wait` after `num_coming` further requests."""
+    def check_room(self, num_coming: int = 0, num_sequences: int = 1) -> None:
+        """Raises what `put` would raise without `wait` for a request of so many sequences, after `num_coming` of
+        further requests."""
         with self._changed:  # reentrant
             if self._why_closed:
                 raise PipelineClosedError(f"{self._why_closed}; make a new one")
-            count = len(self._open) + num_coming
-            if count >= self._limit:
+            if not self._has_room(num_sequences, num_coming):
+                count = sum(self._open.values()) + num_coming
                 raise PipelineFullError(
                     f"the pipeline is full ({count} requests); try again later, or raise runtime.max_queued",
                     self._retry_after(),
@@ -83,7 +85,7 @@ class Admission:
         """The caller has received the request's last event. No effect if it was released already."""
         with self._changed:
             if request_id in self._open:
-                self._open.remove(request_id)
+                del self._open[request_id]
                 self._note_release()
             # All of them: one may be waiting with the request that is cancelled here.
             self._changed.notify_all()
@@ -95,6 +97,10 @@ class Admission:
             waiting, self._waiting = list(self._waiting), deque()
             self._changed.notify_all()
             return waiting
+
+    def _has_room(self, num_sequences: int, num_coming: int = 0) -> bool:
+        count = sum(self._open.values()) + num_coming
+        return count + min(num_sequences, self._limit) <= self._limit
 
     def _note_release(self) -> None:
         now = time.monotonic()

@@ -37,7 +37,7 @@ class FakeStage(StageHandle):
         return self.instance.name
 
     def submit(self, request: StageRequest, number: int, **arguments: Any) -> None:
-        assert self.is_ready
+        assert self.is_up
         if self.submit_error is not None:
             raise self.submit_error
         self.submits[request.request_id] = arguments
@@ -46,7 +46,7 @@ class FakeStage(StageHandle):
             self.credit.spend(1, 0)
 
     def extend(self, request_id: str, stage_input: StageInput, is_last: bool) -> None:
-        assert self.is_ready and request_id in self.submits
+        assert self.is_up and request_id in self.submits
         if self.submit_error is not None:
             raise self.submit_error
         self.log.append((self.name, (request_id, stage_input.prompt, is_last)))
@@ -55,7 +55,7 @@ class FakeStage(StageHandle):
         self.aborted += request_ids
 
     def send(self, message: Message) -> None:
-        if self.is_ready:
+        if self.is_up:
             self.log.append((self.name, message))
 
     def peer_up(self, node: str) -> PeerUpMessage:

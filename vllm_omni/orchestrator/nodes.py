@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from vllm_omni.distributed.curve import CurveKeys
@@ -34,7 +35,7 @@ from vllm_omni.distributed.node_messages import (
     encode,
     unheard_s,
 )
-from vllm_omni.distributed.sockets import arrived
+from vllm_omni.distributed.sockets import Dropped, arrived
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.orchestrator.fork_server import StageProcess
@@ -119,6 +120,7 @@ class Nodes:
         self._socket.setsockopt(zmq.LINGER, 0)
         keys.secure_server(self._socket)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._dropped = Dropped("message of a node of this version")
         self._nodes: dict[str, _Node] = {}
         self._changed = threading.Condition()
         self._numbers = itertools.count()
@@ -170,6 +172,7 @@ class Nodes:
         # Longer than the node waits itself, so that its answer is the one that is reported.
         if not answered.wait(timeout + NODE_TIMEOUT_S):
             found.processes.pop(number, None)
+            self._put(node, Kill(number))  # If it is forked later, that is answered with another one.
             raise TimeoutError(f"node {found.name} did not start the process in {timeout:.0f} s")
         if error := found.errors.pop(number, ""):
             raise EOFError(error)
@@ -208,8 +211,7 @@ class Nodes:
         while not self._is_closed or self._outgoing:
             poller.poll(int(1000 * KEEP_ALIVE_S / 2))
             self._wake_up.clear()
-            for name, data in arrived(self._socket):
-                self._on_message(name.decode(), decode_at_orchestrator(data))
+            self._take_messages()
             while self._outgoing:
                 self._send(*self._outgoing.popleft())
             if time.monotonic() >= next_keep_alive:
@@ -219,6 +221,16 @@ class Nodes:
             previous, listened_at = listened_at, time.monotonic()
             self._give_up_overdue(listened_at, unheard_s(previous, listened_at))
         self._socket.close(linger=1000)
+
+    def _take_messages(self) -> None:
+        for frames in arrived(self._socket):
+            try:
+                name, data = frames
+                received = name.decode(), decode_at_orchestrator(data)
+            except (ValueError, msgspec.MsgspecError):  # Its package has another version, perhaps.
+                self._dropped.add(frames[1:])
+            else:
+                self._on_message(*received)
 
     def _send(self, node: str, message: ToNode) -> None:
         self._socket.send_multipart([node.encode(), encode(message)])
@@ -239,6 +251,8 @@ class Nodes:
                 if message.error:
                     node.processes.pop(message.number, None)
                     node.errors[message.number] = message.error
+                elif message.number not in node.processes:
+                    self._send(name, Kill(message.number))
                 if (starting := node.starting.pop(message.number, None)) is not None:
                     starting.set()
             case Ending():

@@ -32,6 +32,8 @@ class StageState(Enum):
     """Its process loads the model."""
     READY = "ready"
     """It takes requests."""
+    UNRESPONSIVE = "unresponsive"
+    """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
     RESTARTING = "restarting"
     """Its process died, and the next one is due or loading."""
     DEAD = "dead"
@@ -47,6 +49,7 @@ class StageHandle(ABC):
         node, node_name: The machine that it is on, and its name in messages; empty: the orchestrator's.
         credit: Limits what is sent to it, where it is a first stage.
         num_requests: Requests that were assigned to it and that it has not finished.
+        heard_s: When it sent its last message, by the clock of `SilenceWatch`.
     """
 
     def __init__(self, instance: StageInstance, credit: Credit) -> None:
@@ -56,6 +59,7 @@ class StageHandle(ABC):
         self.death = ""
         self.credit = credit
         self.num_requests = 0
+        self.heard_s = 0.0
         self.node = self.node_name = ""
 
     @property
@@ -75,8 +79,9 @@ class StageHandle(ABC):
         return self.instance.label
 
     @property
-    def is_ready(self) -> bool:
-        return self.state is StageState.READY
+    def is_up(self) -> bool:
+        """Whether its process knows its requests: it has become ready, and has not ended."""
+        return self.state in (StageState.READY, StageState.UNRESPONSIVE)
 
     @abstractmethod
     def submit(
@@ -100,11 +105,11 @@ class StageHandle(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Sends to the stage's process. Does nothing unless the stage is ready: a new process knows no request."""
+        """Sends to the stage's process. Does nothing unless the stage is up: a new process knows no request."""
 
     @abstractmethod
     def peer_up(self, node: str) -> PeerUpMessage:
-        """Announces its process to one on a machine. Of a stage that is ready."""
+        """Announces its process to one on a machine. Of a stage that is up."""
 
     def on_ready(self, address: str, remote_address: str) -> None:
         """Its process takes requests at these addresses: of its machine, and of others."""
@@ -186,7 +191,7 @@ class OmniStage(StageHandle):
         self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
-        if self.is_ready:
+        if self.is_up:
             self._outgoing.send(message)
 
     def flush(self) -> None:

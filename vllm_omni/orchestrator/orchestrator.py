@@ -25,6 +25,7 @@ from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
+    AliveMessage,
     ErrorMessage,
     FaultMessage,
     MessageError,
@@ -54,6 +55,7 @@ from vllm_omni.orchestrator.nodes import Nodes
 from vllm_omni.orchestrator.omni_stage import OmniStage, StageHandle, StageState
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
+from vllm_omni.orchestrator.silence import SilenceWatch
 from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
 from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.placement.spec import StagePlacement
@@ -62,6 +64,7 @@ logger = logging.getLogger("vllm.omni.orchestrator")
 
 _CLOSED = "the pipeline was closed"
 _FAILED = "the pipeline ended on an internal error (see the log)"
+_FORKED = "the pipeline belongs to the process that this one is a fork of"
 _OPEN_FILES, _OPEN_FILES_PER_STAGE = 16, 8
 """Upper bounds: for ZMQ's context, and for the sockets, connections and start of each stage."""
 
@@ -109,8 +112,10 @@ class Orchestrator:
         self._specs = SpecFactory(config, model, self._connector, otlp_traces_endpoint, log_stats)
         self._placements = placements or {}
         self._cluster = cluster
+        self._pid = os.getpid()
         self._started: Future[None] = Future()
         self._closing = False
+        self._start_time = time.monotonic()
         self._error: BaseException | None = None
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
@@ -147,8 +152,9 @@ class Orchestrator:
 
         Raises:
             PipelineFullError: There is no room, and `wait` is false, or the request was cancelled.
-            PipelineClosedError: The pipeline is closed.
+            PipelineClosedError: The pipeline is closed, or belongs to another process.
         """
+        self.check_process()
         self._admission.put(request, wait, cancelled)
         with contextlib.suppress(PipelineClosedError):  # The request ends with those that wait.
             self._command(lambda: self._router.watch_deadline(request))
@@ -158,33 +164,44 @@ class Orchestrator:
         with contextlib.suppress(PipelineClosedError):
             self._command(lambda: self._router.extend(request, stage_id, stage_input, is_last))
 
-    def check_room(self, num_coming: int = 0) -> None:
+    def check_room(self, num_coming: int = 0, num_sequences: int = 1) -> None:
         """Raises what `submit` would raise without `wait`: for callers to check before they prepare a request.
 
         Args:
-            num_coming: Requests that the caller is preparing, and submits before this one.
+            num_coming: Sequences of requests that the caller is preparing, and submits before this one.
+            num_sequences: Of this one.
         """
-        self._admission.check_room(num_coming)
+        self.check_process()
+        self._admission.check_room(num_coming, num_sequences)
 
     def release(self, request_id: str) -> None:
         """Makes room for another request. Called when the caller has received a request's last event."""
-        self._admission.release(request_id)
+        if not self._is_forked:
+            self._admission.release(request_id)
 
     def cancel(self, request_ids: list[str]) -> None:
         """Aborts and releases requests whose events are not read any more. No effect on those that have ended."""
         with contextlib.suppress(PipelineClosedError):
             self.abort(request_ids)
         for request_id in request_ids:
-            self._admission.release(request_id)
+            self.release(request_id)
 
     def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests; those still running end with `RequestAbortedError`."""
         self._command(lambda: self._router.abort(request_ids))
 
+    def check_process(self) -> None:
+        """
+        Raises:
+            PipelineClosedError: This process is a fork of the pipeline's.
+        """
+        if self._is_forked:
+            raise PipelineClosedError(f"{_FORKED}; make a new one")
+
     @property
     def is_running(self) -> bool:
-        """False once it is closed, or has ended on an error of its own."""
-        return not self._closing and self._thread.is_alive()
+        """False once it is closed, or has ended on an error of its own; and in a fork of its process."""
+        return not self._closing and self._thread.is_alive()  # A fork has none of the threads.
 
     @property
     def error(self) -> BaseException | None:
@@ -199,7 +216,14 @@ class Orchestrator:
         return [replace(stage, state=StageState.DEAD.value, last_death=self._why_ended) for stage in health]
 
     @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork of the pipeline's: without its threads, perhaps with locks that they held."""
+        return os.getpid() != self._pid
+
+    @property
     def _why_ended(self) -> str:
+        if self._is_forked:
+            return _FORKED
         return _CLOSED if self._error is None else _FAILED
 
     def activity(self) -> dict[str, int]:
@@ -212,12 +236,15 @@ class Orchestrator:
         Raises:
             PipelineClosedError: The pipeline is closed.
         """
+        self.check_process()
         if self._closing:
             raise PipelineClosedError(f"{self._why_ended}; make a new one")
         return sorted(self._stats.values(), key=lambda stats: (stats.stage_id, stats.replica))
 
     def close(self) -> None:
-        """Stops all stages and removes their files. May be called twice."""
+        """Stops all stages and removes their files. May be called twice. No effect in a fork of its process."""
+        if self._is_forked:
+            return
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -230,6 +257,7 @@ class Orchestrator:
 
     def _command(self, command: Callable[[], None]) -> None:
         """Runs a function on the orchestrator's thread, soon."""
+        self.check_process()
         with self._lock:
             if self._closing:
                 raise PipelineClosedError(f"{self._why_ended}; make a new one")
@@ -260,6 +288,7 @@ class Orchestrator:
         while not self._closing:
             self._run_commands()
             self._supervisor.act_on_time()
+            self._silence.act_on_time()
             self._router.end_overdue(time.monotonic())
             self._router.admit()
             self._poll(self._next_due())
@@ -313,6 +342,7 @@ class Orchestrator:
             self._on_stage_down,
             self._router.on_stage_waits,
         )
+        self._silence = SilenceWatch(self._supervisor)
         cleanup.callback(self._supervisor.stop_all)
         cleanup.callback(self._end_requests)
 
@@ -342,12 +372,13 @@ class Orchestrator:
 
     def _start_stages(self) -> None:
         deadline = time.monotonic() + self._init_timeout
+        logger.info("starting %s", ", ".join(stage.label for stage in self._stages.values()))
         try:
             self._supervisor.start_all(self._init_timeout)
         except StageStartError:
             self._check_open()
             raise
-        while not all(stage.is_ready for stage in self._stages.values()):
+        while not all(stage.is_up for stage in self._stages.values()):
             due = self._supervisor.due
             self._poll(deadline if due is None else min(deadline, due))
             self._supervisor.act_on_time()
@@ -364,17 +395,17 @@ class Orchestrator:
             if stage.death:
                 where = f" on node {stage.node_name}" if stage.node_name else ""
                 raise StageStartError(f"{stage.label} failed to start{where}: {stage.death}", stage.stage_id)
-            if not stage.is_ready and time.monotonic() >= deadline:
+            if not stage.is_up and time.monotonic() >= deadline:
                 raise StageStartError(
                     f"{stage.label} was not ready after {self._init_timeout:g} s; raise init_timeout",
                     stage.stage_id,
                 )
 
-    def _next_due(self) -> float | None:
-        times = [self._supervisor.due, self._router.due]
-        return min((due for due in times if due is not None), default=None)
+    def _next_due(self) -> float:
+        times = [self._supervisor.due, self._router.due, self._silence.due]
+        return min(due for due in times if due is not None)
 
-    def _poll(self, due: float | None) -> None:
+    def _poll(self, due: float) -> None:
         """Sleeps until a message, a wake-up, a death or `due`; handles messages and deaths."""
         poller = zmq.Poller()
         served = [] if self._network is None else [self._network.server.socket]
@@ -383,8 +414,9 @@ class Orchestrator:
         poller.register(self._wake_up.fileno(), zmq.POLLIN)
         for fd in self._supervisor.filenos():
             poller.register(fd, zmq.POLLIN)
-        timeout = None if due is None else math.ceil(max(0.0, due - time.monotonic()) * 1000)
-        ready = dict(poller.poll(timeout))
+        wait_s = max(0.0, due - time.monotonic())
+        ready = dict(poller.poll(math.ceil(wait_s * 1000)))
+        self._silence.listened(wait_s)
         if self._wake_up.fileno() in ready:
             self._wake_up.clear()
         # Messages that a stage sent before it died are valid, so they come first.
@@ -430,6 +462,7 @@ class Orchestrator:
 
     def _on_message(self, message: OrchestratorInbound, frames: list[memoryview]) -> None:
         stage = self._stages[message.instance_id]
+        self._silence.heard(stage)
         match message:
             case ReadyMessage():
                 self._on_ready(stage, message)
@@ -449,6 +482,8 @@ class Orchestrator:
                 self._observer.engine_metrics(stage.stage_id, stage.instance.replica, message.families)
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
+            case AliveMessage():
+                pass
 
     def _on_fault(self, peer: int | None, error: str) -> None:
         """Kills a stage whose messages cannot be read: its requests would never end."""
@@ -471,6 +506,8 @@ class Orchestrator:
         if stage.epoch > 0:
             logger.warning("%s: ready again", stage.label)
             remove_payloads(self._run_dir.path, stage.instance_id)
+        else:
+            logger.info("%s: ready after %.1f s", stage.label, time.monotonic() - self._start_time)
         self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._router.on_stage_up(stage)
 

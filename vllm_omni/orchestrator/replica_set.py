@@ -50,7 +50,7 @@ class ReplicaSet:
         return selected
 
     def _candidates(self, stages: Sequence[StageHandle]) -> Sequence[StageHandle]:
-        ready = [stage for stage in stages if stage.is_ready]
+        ready = [stage for stage in stages if stage.state is StageState.READY]
         with_room = [stage for stage in ready if not stage.credit.is_spent]
         alive = [stage for stage in stages if stage.state is not StageState.DEAD]
         return with_room or ready or alive or stages

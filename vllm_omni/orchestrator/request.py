@@ -66,6 +66,11 @@ class PipelineRequest:
     more_input: deque[tuple[int, StageInput, bool]] = field(default_factory=deque)
 
     @property
+    def num_sequences(self) -> int:
+        """What it counts in admission: `n` of its sampling parameters."""
+        return max((stage.sampling_params.n for stage in self.stages.values() if stage.sampling_params), default=1)
+
+    @property
     def deadline(self) -> float | None:
         return None if self.timeout_s is None else self.arrival + self.timeout_s
 

@@ -179,7 +179,7 @@ class RequestRouter:
         request = record.request
         if stage.state is StageState.DEAD:
             self._fail_dead(record, stage)
-        elif stage.is_ready:
+        elif stage.is_up:
             record.unsubmitted.discard(stage.stage_id)
             try:
                 stage.submit(
@@ -323,7 +323,7 @@ class RequestRouter:
     def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
         for neighbour in self._neighbours(stage):
-            if neighbour.is_ready:
+            if neighbour.is_up:
                 stage.send(neighbour.peer_up(stage.node))
         for record in sorted(self._records.values(), key=lambda record: record.number):
             if stage.stage_id in record.unsubmitted and record.instances.get(stage.stage_id) == stage.instance_id:
@@ -378,7 +378,7 @@ class RequestRouter:
         waiting = quarantine.waiting = deque(r for r in quarantine.waiting if r.request_id in self._records)
         stages = [self._stages[instance_id] for instance_id in quarantine.instances.values()]
         now = time.monotonic()
-        if not all(stage.is_ready for stage in stages):
+        if not all(stage.is_up for stage in stages):
             quarantine.ends = math.inf
             is_over = any(stage.state is StageState.DEAD for stage in stages)
         else:

@@ -32,7 +32,7 @@ class StageHealth:
 
     Attributes:
         name, replica: `writer`, or `writer.1` where there are several.
-        state: `starting`, `ready`, `restarting` or `dead`.
+        state: `starting`, `ready`, `unresponsive`, `restarting` or `dead`.
         num_restarts: How often its process was replaced.
         last_death: How its last process ended; empty if none has.
         node: The machine that it is on; empty without a cluster.
@@ -145,8 +145,19 @@ class Supervisor:
         """The stage has announced that it takes requests at these addresses."""
         stage.on_ready(address, remote_address)
         group = self._group_of(stage)
-        if all(one.is_ready for one in group.stages):
+        if all(one.is_up for one in group.stages):
             group.ready_due = None
+        self.health = self._make_health()
+
+    @property
+    def serving(self) -> list[StageHandle]:
+        """The stages of the processes that are ready as a whole, and not ending."""
+        groups = [g for g in self.groups if g.process is not None and g.ready_due is None and g.end_due is None]
+        return [stage for group in groups for stage in group.stages]
+
+    def set_state(self, stage: StageHandle, state: StageState) -> None:
+        """Sets the state of a stage whose process runs."""
+        stage.state = state
         self.health = self._make_health()
 
     def filenos(self) -> list[int]:
@@ -194,10 +205,10 @@ class Supervisor:
             group.end_due = time.monotonic() + _END_GRACE_S
 
     def stop_all(self) -> None:
-        """Tells all stages to stop, waits for some time, and kills those that are left, or are still loading."""
+        """Tells all stages to stop, waits for some time, and kills those that are left, or cannot read it."""
         running = {group.process: group for group in self.groups if group.process is not None}
         for process, group in running.items():
-            if all(stage.is_ready for stage in group.stages):
+            if all(stage.state is StageState.READY for stage in group.stages):
                 for stage in group.stages:
                     stage.send(ShutdownMessage())
             else:
@@ -286,7 +297,7 @@ class Supervisor:
     def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
         group.process, group.waits_for = process, ""
         self.health = self._make_health()
-        if not all(stage.is_ready for stage in group.stages):  # It may be ready already.
+        if not all(stage.is_up for stage in group.stages):  # It may be ready already.
             group.ready_due = time.monotonic() + self._stage_init_timeout
 
     def _group_of(self, stage: StageHandle) -> StageGroup:

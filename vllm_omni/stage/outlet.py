@@ -37,6 +37,9 @@ class Outlet:
     """Sends segments of output, with the fields that each consumer reads. Keeps what a restarting stage is to get.
 
     Segments of text for callers are sent together, by `flush`, or before the next message.
+
+    Attributes:
+        last_sent: When something was sent to the orchestrator (`time.monotonic()`).
     """
 
     def __init__(self, spec: StageSpec, context: zmq.Context, network: Network | None = None) -> None:
@@ -55,6 +58,7 @@ class Outlet:
         }
         self._backlog: dict[int, list[tuple[RequestState, StageOutput]]] = defaultdict(list)
         self._texts: list[StageOutput] = []
+        self.last_sent = time.monotonic()
         self._inline = PayloadSender(InlineConnector())
 
     def has_room(self, targets: Sequence[int]) -> bool:
@@ -95,14 +99,18 @@ class Outlet:
     def send(self, message: Message, frames: Frames = ()) -> None:
         """Sends to the orchestrator."""
         self.flush()
-        self._orchestrator.send(message, frames)
+        self._send(message, frames)
 
     def flush(self) -> None:
         """Sends the segments of text that `send_segment` has kept."""
         if self._texts:
             payload, frames = self._inline.put(self._texts)
             self._texts = []
-            self._orchestrator.send(TextsMessage(instance_id=self._instance_id, payload=payload), frames)
+            self._send(TextsMessage(instance_id=self._instance_id, payload=payload), frames)
+
+    def _send(self, message: Message, frames: Frames) -> None:
+        self.last_sent = time.monotonic()
+        self._orchestrator.send(message, frames)
 
     def send_segment(self, state: RequestState, segment: StageOutput) -> None:
         """Sends a segment to the streaming consumers.

@@ -4,6 +4,7 @@
 Cuts the outputs of other stages into windows and calls the stage input processor. Runs on the IO thread.
 """
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from vllm_omni.distributed.messages import (
 )
 from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import InvalidRequestError, StageDeadError
-from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.inputs import ReplyParsers, StageInput, StageRequest
 from vllm_omni.metrics.recorder import ABORTED, StageRecorder
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics
 from vllm_omni.metrics.tracing import StageTracer
@@ -45,7 +46,7 @@ from vllm_omni.stage.outlet import Outlet
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
 from vllm_omni.stage.request_state import InputStreams, Phase, RequestState
 from vllm_omni.stage.spec import StageSpec
-from vllm_omni.stage.spoken_reply import SpokenReply
+from vllm_omni.stage.spoken_reply import SpokenReply, load_parsers
 from vllm_omni.stage.watchdog import INPUT, StepTimer
 
 _LOST_AFTER_S = 0.5
@@ -67,10 +68,12 @@ class RequestHandler:
         feeders: Feeders,
         recorder: StageRecorder,
         tracer: StageTracer | None,
+        call: Callable[[Callable[[], None]], None],
     ) -> None:
         """
         Args:
             tracer: None: no spans.
+            call: Calls a function on the IO thread, soon; for any thread.
         """
         self.capacity = 0
         self.num_running = 0
@@ -82,6 +85,8 @@ class RequestHandler:
         self._feeders = feeders
         self._recorder = recorder
         self._tracer = tracer
+        self._call = call
+        self._has_parsers: dict[ReplyParsers, bool] = {}  # False: they are being loaded
         self._engine: StageEngine
         self._processor: StageInputProcessor | None
         self._requests: dict[str, RequestState] = {}
@@ -100,7 +105,8 @@ class RequestHandler:
     def send_stats(self) -> None:
         """Sends a snapshot to the orchestrator."""
         engine = self._engine
-        stats = self._recorder.snapshot(len(self._waiting), self.num_running, engine.kv_blocks(), engine.cache_counts())
+        kv_blocks, caches, unbatched = engine.kv_blocks(), engine.cache_counts(), engine.unbatched()
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched)
         self._outlet.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
             self._recorder.changed()  # by the engine, which sends no message for it
@@ -129,6 +135,8 @@ class RequestHandler:
                 self._feeders.refund(cost_of(message))
             self._fail(Error.from_exception(message.request_id, error))
             return
+        if request.spoken_text is not None and message.sources:
+            self._load_parsers(request.spoken_text.parsers)  # They may be there before its data.
         state = self._make_state(message, request)
         self._requests[message.request_id] = state
         for early in self._early.pop(message.request_id, ()):
@@ -140,7 +148,7 @@ class RequestHandler:
     def _drop_stale(self) -> None:
         """Drops early data of requests that will not be submitted: they ended while this process was starting."""
         for request_id, entries in list(self._early.items()):
-            if entries[0][0].number < self._last_number:
+            if entries[0][0].number < self._last_number and request_id not in self._requests:
                 for message, _ in self._early.pop(request_id):
                     self._discard(message)
 
@@ -194,6 +202,9 @@ class RequestHandler:
         if state is None:
             self._discard(message)
             return
+        if state.request.spoken_text is not None and not self._load_parsers(state.request.spoken_text.parsers):
+            self._early[message.request_id].append((message, frames))
+            return
         self._recorder.received(self._source_stage(message), message.payload.num_bytes, time.monotonic() - message.sent)
         try:
             self._take_piece(state, message, frames)
@@ -227,6 +238,38 @@ class RequestHandler:
             self._feed(state)
         elif state.phase is Phase.NEEDS_INPUT and state.inputs.is_ready:
             self._enqueue(state)
+
+    def _load_parsers(self, parsers: ReplyParsers) -> bool:
+        """Whether they are loaded. If not, a thread loads them, and what needs them waits: other requests do not."""
+        if parsers not in self._has_parsers:
+            self._has_parsers[parsers] = False
+
+            def load() -> None:
+                error: BaseException | None = None
+                try:
+                    load_parsers(parsers)
+                except BaseException as raised:
+                    error = raised
+                self._call(lambda: self._on_parsers(parsers, error))
+
+            threading.Thread(target=load, name="parsers", daemon=True).start()
+        return self._has_parsers[parsers]
+
+    def _on_parsers(self, parsers: ReplyParsers, error: BaseException | None) -> None:
+        """They are loaded, or cannot be; then the next request that needs them tries again."""
+        if error is None:
+            self._has_parsers[parsers] = True
+        else:
+            del self._has_parsers[parsers]
+        for state in list(self._requests.values()):
+            spoken_text = state.request.spoken_text
+            if spoken_text is None or spoken_text.parsers != parsers:
+                continue
+            early = self._early.pop(state.request_id, [])
+            if error is not None:
+                self.on_error(Error.from_exception(state.request_id, error))
+            for piece in early:
+                self.on_data(*piece)
 
     def _source_stage(self, message: DataMessage) -> int:
         return self._spec.sources[message.source].stage_id

@@ -14,8 +14,10 @@ import zmq
 
 from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
+    HEARTBEAT_S,
     ORCHESTRATOR,
     AbortMessage,
+    AliveMessage,
     DataMessage,
     FaultMessage,
     InputMessage,
@@ -73,6 +75,7 @@ class StageShell:
         self._recorder = recorder
         self._engine: StageEngine
         self._is_running = True
+        self._is_ready = False
         self._context = zmq.Context()
         self._network = None if spec.network is None else Network(self._context, spec.network)
         local = make_socket(self._context, zmq.PULL)
@@ -80,7 +83,7 @@ class StageShell:
         local.bind(self._address)
         self._outlet = Outlet(spec, self._context, self._network)
         self._feeders = Feeders(spec, self._context, self._outlet.send, self._network)
-        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer)
+        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer, outbox.put)
         sockets, fetcher = [local], None
         if self._network is not None:
             sockets, fetcher = [local, self._network.inbound], self._network.fetcher
@@ -126,8 +129,13 @@ class StageShell:
 
     def _timeout(self) -> int | None:
         """Milliseconds until something is due; None while nothing is."""
-        times = [due for due in (self._requests.due, self._recorder.due, self._recorder.metrics_due) if due is not None]
+        dues = (self._requests.due, self._recorder.due, self._recorder.metrics_due, self._heartbeat_due)
+        times = [due for due in dues if due is not None]
         return max(0, math.ceil((min(times) - time.monotonic()) * 1000)) if times else None
+
+    @property
+    def _heartbeat_due(self) -> float | None:
+        return self._outlet.last_sent + HEARTBEAT_S if self._is_ready else None
 
     def _take_messages(self) -> None:
         while self._is_running:
@@ -175,6 +183,8 @@ class StageShell:
                     self._requests.on_error(item, abort_engine=False)
                 case Started():
                     self._on_started()
+                case _:
+                    item()
 
     def _on_started(self) -> None:
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
@@ -188,6 +198,7 @@ class StageShell:
                 remote_address=remote_address,
             )
         )
+        self._is_ready = True
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
@@ -196,6 +207,8 @@ class StageShell:
             self._requests.send_stats()
         if self._recorder.metrics_due is not None and self._recorder.metrics_due <= now:
             self._send_metrics()
+        if self._heartbeat_due is not None and self._heartbeat_due <= now:
+            self._outlet.send(AliveMessage(instance_id=self._instance_id))
 
     def _send_metrics(self) -> None:
         if families := self._engine.metrics():

@@ -38,7 +38,7 @@ class SpokenReply:
             request: With `spoken_text`.
 
         Raises:
-            Exception: The tokenizer or a parser cannot be loaded. They are loaded once, which may take a second.
+            Exception: As `load_parsers`, which is called before where nobody may wait.
         """
         assert request.spoken_text is not None
         self._name = request.spoken_text.rows
@@ -116,7 +116,7 @@ class _Content:
     """Decides which tokens of a reply are content."""
 
     def __init__(self, spoken: SpokenText, prompt_token_ids: list[int]) -> None:
-        tokenizer, parser = _load(spoken.parsers)
+        tokenizer, parser = load_parsers(spoken.parsers)
         self._request = request = ChatCompletionRequest.model_validate({**spoken.request, "messages": []})
         tools: Any = request.tools  # which vLLM's parsers take, although their type does not say so
         self._parser = parser(tokenizer, tools, chat_template_kwargs=request.chat_template_kwargs)
@@ -186,7 +186,12 @@ def _make_detokenizer(
 
 
 @functools.cache
-def _load(parsers: ReplyParsers) -> tuple[TokenizerLike, type[Parser]]:
+def load_parsers(parsers: ReplyParsers) -> tuple[TokenizerLike, type[Parser]]:
+    """The tokenizer and the parser's class. The first call for them takes a second, or more.
+
+    Raises:
+        Exception: One of them cannot be loaded.
+    """
     if parsers.tool_parser_plugin:
         ToolParserManager.import_tool_parser(parsers.tool_parser_plugin)
     if parsers.reasoning_parser_plugin:

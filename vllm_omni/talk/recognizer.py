@@ -37,4 +37,4 @@ class Recognizer(FunctionStage):
         return {}
 
     def end(self, state: list[np.ndarray]) -> dict[str, Any]:
-        return {"text": recognize(self._decoder, np.concatenate(state)) if any(map(len, state)) else ""}
+        return {"text": recognize(self._decoder, np.concatenate(state)) if state else ""}

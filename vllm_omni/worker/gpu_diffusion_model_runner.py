@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
@@ -18,10 +19,13 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
+from vllm_omni.diffusion.module_state import ModuleState
 from vllm_omni.diffusion.pipeline_call import (
     CallAborted,
     PipelineCall,
     gate_modules,
+    is_gated,
+    modules_of,
     on_method,
     set_dtypes,
     set_execution_device,
@@ -30,6 +34,9 @@ from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS, call_pa
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
+from vllm_omni.metrics.logs import get_logger
+
+logger = get_logger(__name__)
 
 # Components that make sound, the last of a pipeline first, and their names for its samples per second.
 _SOUND_MAKERS = ("vocoder", "vae")
@@ -45,6 +52,8 @@ class DiffusionModelRunner:
 
     Attributes:
         running: Jobs that wait for a module call, the longest-waiting first.
+        changed: Networks that a pipeline's call has changed for all others. If there are any, the first job runs to its
+            end before another one continues.
         sample_rate: Samples per second of the pipeline's audio, if it makes any.
         prompt_cache: Encoded prompts.
     """
@@ -55,10 +64,14 @@ class DiffusionModelRunner:
             ValueError: An adapter of the configuration is not for this pipeline.
         """
         self.running: list[RunningJob] = []
+        self.changed: list[str] = []
         self._config = config
         self._pipe = pipe
         self._device = device
         self._pipes: dict[type, DiffusionPipeline] = {}
+        self._state: ModuleState | None = None
+        self._owner: RunningJob | None = None  # the job that has changed networks
+        self._active_adapter: Adapter | None = None
         # Other processes of the denoiser have no adapters.
         self._adapters = AdapterManager(pipe, config.max_loras if config.world_size == 1 else 0)
         for name, path in config.lora_modules.items():
@@ -75,7 +88,8 @@ class DiffusionModelRunner:
         """
         try:
             self.activate(job.adapter)
-            gate_modules(self._pipe)
+            if gate_modules(self._pipe):
+                self._state = None
             running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
             arguments = self._prepare(running)
         except torch.AcceleratorError:
@@ -86,7 +100,15 @@ class DiffusionModelRunner:
 
     def activate(self, adapter: Adapter) -> None:
         """Makes the modules compute with this LoRA adapter, which a job has started with before."""
-        self._adapters.activate(*adapter)
+        if adapter != self._active_adapter:
+            self._active_adapter = self._state = None
+            self._adapters.activate(*adapter)
+            self._active_adapter = adapter
+
+    def name_of(self, function: Callable[..., Any]) -> str:
+        """The component of the pipeline that a module call calls."""
+        names = [name for name, module in modules_of(self._pipe).items() if is_gated(module, function)]
+        return names[0] if names else type(function).__name__
 
     def resume(self, running: RunningJob, output: Any) -> JobEnd | None:
         """Continues a job up to its next module call. `output` is that of its last one, or the exception that it
@@ -106,7 +128,7 @@ class DiffusionModelRunner:
         except CallAborted as aborted:
             aborted.with_traceback(None)  # Its frames refer to it: a reference cycle.
             running.call.pipe.maybe_free_model_hooks()
-            running.release()
+            self._release(running)
 
     def _pipe_for(self, pipeline_class: type) -> DiffusionPipeline:
         """The loaded components as another pipeline, e.g. for image to image."""
@@ -151,12 +173,13 @@ class DiffusionModelRunner:
         if self._config.part == "encoder":
             encoded = running.call.result = []
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
-        return {
-            **arguments,
-            **self._callbacks(running),
+        # Not "pt": some pipelines return tensors of another range then.
+        own = {
             "generator": torch.Generator().manual_seed(job.seed),
-            "output_type": "latent" if job.latents_only else "pt",
+            "output_type": "latent" if job.latents_only else "np",
         }
+        known = call_parameters(job.pipeline_class)
+        return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
 
     def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """The pipeline has computed its sizes and encoded the prompt."""
@@ -217,12 +240,15 @@ class DiffusionModelRunner:
     def _advance(self, running: RunningJob, proceed: Callable[[], ModuleCall | None]) -> JobEnd | None:
         """Runs the pipeline. None if it waits for its next module call."""
         job, call = running.job, running.call
+        if self._state is None:
+            self._state = ModuleState(modules_of(self._pipe))
         try:
             running.waiting = proceed()
             if running.waiting is not None:
-                self.running.append(running)
+                self._find_changes(running)
+                self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            end = JobEnd(job, _as_output(call.result, job.latents_only), _sound_of(call.result))
+            end = JobEnd(job, _as_output(call.result), _sound_of(call.result))
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:
@@ -231,8 +257,31 @@ class DiffusionModelRunner:
             call.pipe.maybe_free_model_hooks()  # the pipeline does this itself when it succeeds
             # A later error is not one of the arguments, but of a result that was computed with them.
             end = JobEnd.failed(job, error, isinstance(error, (ValueError, TypeError)) and not running.has_started)
-        running.release()
+        self._release(running)
         return end
+
+    def _find_changes(self, running: RunningJob) -> None:
+        """Looks for networks that the pipeline's call has changed before it called one for the first time."""
+        function = running.waiting_call.function
+        if function in running.called:
+            return
+        running.called.add(function)
+        assert self._state is not None
+        changed = self._state.find_changed()
+        if changed:
+            self._owner = running
+            if not self.changed:
+                pipeline, networks = type(running.call.pipe).__name__, ", ".join(changed)
+                logger.warning("%s changes %s while it runs: this stage runs one request at a time", pipeline, networks)
+            self.changed = [*self.changed, *(name for name in changed if name not in self.changed)]
+
+    def _release(self, running: RunningJob) -> None:
+        """Frees the job's memory, and takes back what it has changed in networks."""
+        if self._state is not None and self._owner in (None, running) and self._state.find_changed():
+            self._state.restore()
+        if self._owner is running:
+            self._owner = None
+        running.release()
 
 
 def _keep(results: list[Any], result: Any) -> Any:
@@ -258,23 +307,26 @@ def _find_sample_rate(pipe: DiffusionPipeline) -> int | None:
     return next((getattr(config, name) for config in configs for name in _RATES if hasattr(config, name)), None)
 
 
-def _as_output(result: Any, latents_only: bool) -> torch.Tensor:
+def _as_output(result: Any) -> torch.Tensor:
     """The only output of a pipeline's call, as `JobEnd` describes it.
 
     Raises:
-        TypeError: It is not one tensor for each output.
+        TypeError: It is not one array for each output.
     """
     outputs = result[0]  # the first field of every output class
-    if len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
-        raise TypeError(f"the pipeline returned {type(outputs).__name__} where one tensor was expected")
-    output = outputs[0].float().cpu()
-    return output if latents_only or output.ndim < 3 else output.movedim(-3, -1)  # channels last
+    if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
+        raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
+    return _on_cpu(outputs[0])
 
 
 def _sound_of(result: Any) -> torch.Tensor | None:
     """The sound of the only video of a pipeline's call, as `JobEnd` describes it."""
     sound = result.get(SOUND_FIELD) if isinstance(result, dict) else None
-    return None if sound is None else sound[0].float().cpu()
+    return None if sound is None else _on_cpu(sound[0])
+
+
+def _on_cpu(value: np.ndarray | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(value).float().cpu()
 
 
 _PROCESSORS = ("image_processor", "video_processor")

@@ -11,7 +11,8 @@ from vllm.platforms import current_platform
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, compute
 from vllm_omni.diffusion.job import JobEnd, RunningJob
-from vllm_omni.diffusion.loader import denoiser_names, load_pipeline
+from vllm_omni.diffusion.join_check import JoinChecks, are_close, precision_of
+from vllm_omni.diffusion.loader import denoiser_names, load_pipeline, resolve_dtype
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.worker.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
@@ -22,7 +23,11 @@ _MAX_LIMITS = 1000
 
 
 class DiffusionGPUWorker:
-    """Holds one loaded pipeline; on the CPU without an accelerator."""
+    """Holds one loaded pipeline; on the CPU without an accelerator.
+
+    Attributes:
+        unbatched: Networks whose calls are never joined, because their rows are not independent.
+    """
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None) -> None:
         """
@@ -33,7 +38,10 @@ class DiffusionGPUWorker:
         self._config = config
         self._memory = memory
         self._device = torch.device(current_platform.device_type)
+        self.unbatched: list[str] = []
         self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch to try
+        self._checks = JoinChecks()
+        self._apart: set[Hashable] = set()  # functions whose calls are never joined
         self._ranks: ParallelDenoisers | None = None
         self._runner: DiffusionModelRunner
 
@@ -68,6 +76,8 @@ class DiffusionGPUWorker:
 
     def max_batch_size(self, call: ModuleCall) -> int:
         """How many calls like this one can be computed as one, as far as known."""
+        if call.function in self._apart:
+            return 1
         return min(self._limits.get(key, sys.maxsize) for key in (call.function, call.layout))
 
     def execute(self, batch: Sequence[RunningJob]) -> list[JobEnd]:
@@ -80,7 +90,11 @@ class DiffusionGPUWorker:
             outputs: list[Any] = [error] * len(batch)
         else:
             outputs = self._compute(calls)
-        ends = [self._runner.resume(running, output) for running, output in zip(batch, outputs, strict=True)]
+        ends = []
+        for running, output in zip(batch, outputs, strict=True):
+            if self._runner.changed and running is not self._runner.running[0]:
+                continue  # One before it has changed networks. This one's call is computed again when that has ended.
+            ends.append(self._runner.resume(running, output))
         return [end for end in ends if end is not None]
 
     def _compute(self, batch: Sequence[ModuleCall]) -> list[Any]:
@@ -93,7 +107,9 @@ class DiffusionGPUWorker:
             FollowerError: The denoiser's processes are.
         """
         try:
-            return compute(batch)
+            unchecked = self._checks.find_unchecked(batch) if len(batch) > 1 else None
+            outputs = compute(batch, copies_shared=unchecked is not None)
+            return outputs if unchecked is None else self._check(batch, outputs, unchecked)
         except (torch.AcceleratorError, FollowerError):
             raise
         except Exception as error:
@@ -110,6 +126,21 @@ class DiffusionGPUWorker:
         if not any(isinstance(output, Exception) for output in outputs):
             self._limit(key, middle)  # No single call raises.
         return outputs
+
+    def _check(self, batch: Sequence[ModuleCall], outputs: list[Any], differing: set[int]) -> list[Any]:
+        """The outputs of a joint call, if each call has the same alone. Otherwise those that they have alone, and the
+        network's calls are not joined again."""
+        precision = precision_of(resolve_dtype(self._config, self._device), self._device)
+        alone = [compute([call])[0] for call in batch]
+        if all(are_close(*pair, precision) for pair in zip(outputs, alone, strict=True)):
+            self._checks.record(batch, differing)
+            return outputs
+        function = batch[0].function
+        name = self._runner.name_of(function)
+        logger.warning("%s: a batch of several requests has other results than each alone; it gets no more", name)
+        self.unbatched = [*self.unbatched, name]
+        self._apart.add(function)
+        return alone
 
     def _limit(self, key: Hashable, max_batch_size: int) -> None:
         """Later batches are not larger than this."""

@@ -5,6 +5,7 @@ vLLM itself overlays prompt embeddings. Each subclass decides which rows leave t
 """
 
 import inspect
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -189,9 +190,14 @@ class OmniGPUModelRunner(GPUModelRunner):
     def _sample(self, logits: torch.Tensor | None, *args: Any, **kwargs: Any) -> SamplerOutput:
         if logits is not None:
             self._step.pairs.combine(logits)
-        output = super()._sample(logits, *args, **kwargs)
+        with _uncompiled():
+            output = super()._sample(logits, *args, **kwargs)
         self._step.pairs.share_tokens(output.sampled_token_ids)
         return output
+
+    def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> dict[str, LogprobsTensors | None]:
+        with _uncompiled():
+            return super()._get_prompt_logprobs_dict(*args, **kwargs)
 
     def _prepare_draws(self) -> None:
         """A request with a seed draws each token from the same state of its generator, also after a step that raised
@@ -279,6 +285,15 @@ class OmniGPUModelRunner(GPUModelRunner):
             )
             start = stop
         return spans
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Has vLLM's small compiled functions of sampling run as they are.
+
+    Each would be compiled by the first request that needs it, such as one with logprobs, and the stage's other requests
+    would wait for that: for most of a minute on a busy CPU, to save less than a millisecond of a step.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def extend_information(information: dict[str, Any], chunk: dict[str, Any]) -> None:

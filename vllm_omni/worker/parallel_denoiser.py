@@ -7,6 +7,8 @@ computes a share of a batch's rows, its members together by diffusers' context p
 
 A call and its result consist of a message over a pipe and one buffer with all tensors over torch.distributed. So
 neither side waits for the other in a collective operation that the other may never enter: a pipe has an end of file.
+Calls and replies are numbered. A rank that cannot finish an exchange, for lack of memory for instance, would take the
+next message for that of another call: so the stage ends.
 Inside a group ranks do wait for each other. There a rank that fails alone ends its process, and a thread of rank 0
 detects the end of a follower.
 
@@ -90,19 +92,21 @@ class _Started:
 class _Call:
     """A call of a denoiser, given by the component's name. `arguments`: packed (args, kwargs)."""
 
+    number: int
     name: str
     arguments: bytes
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The end of a call.
+    """The end of a call, which has the same number.
 
     Attributes:
         output: Packed; None: another rank of the group returns the same.
         error: Of a call that raised.
     """
 
+    number: int
     output: bytes | None = None
     error: str | None = None
 
@@ -323,14 +327,14 @@ def _compute(call: _Call, group: _Group, calls: Connection, device: torch.device
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
-        calls.send(_Reply(output=message))
+        calls.send(_Reply(call.number, output=message))
         if buffer is not None:
             group.send(buffer, 0)
         return
     # After the except block: an exception that is being handled keeps the tensors of the call.
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    calls.send(_Reply(error=text))
+    calls.send(_Reply(call.number, error=text))
 
 
 # Rank 0.
@@ -386,6 +390,7 @@ class ParallelDenoisers:
         self._on_failure = on_failure
         self._failing = threading.Lock()
         self._is_closing = False
+        self._number = 0  # of the last call
         self._folder = tempfile.TemporaryDirectory(prefix="denoiser-")
         num_threads = torch.get_num_threads()
         if current_platform.is_cpu():  # which all ranks share
@@ -446,17 +451,20 @@ class ParallelDenoisers:
         """Calls a denoiser with each of these arguments; the group of ranks with the same index computes them.
 
         Raises:
-            FollowerError: A follower has ended, or ranks do not compute the same.
+            FollowerError: A follower has ended, ranks do not compute the same, or an exchange with one failed.
             Exception: The first one of a call.
         """
         assert self._group is not None
+        if self._is_closing:
+            raise FollowerError("the denoiser's processes have ended")
         size = self._config.context_parallel_size
         packed = [pack(share, device) for share in shares]
         busy = [follower for follower in self._followers if follower.rank // size < len(shares)]
+        self._number += 1
         try:
             for follower in busy:
                 message, buffer = packed[follower.rank // size]
-                follower.send(_Call(name, message))
+                follower.send(_Call(self._number, name, message))
                 self._group.send(buffer, follower.rank)
             errors: list[Exception] = []
             outputs: list[Any] = []
@@ -468,13 +476,19 @@ class ParallelDenoisers:
                 errors.append(error)
             for follower in busy:
                 reply = follower.receive()
+                if reply.number != self._number:
+                    raise FollowerError(f"rank {follower.rank} of the denoiser is at another call")
                 if reply.error is not None:
                     errors.append(RuntimeError(f"rank {follower.rank} of the denoiser: {reply.error}"))
                 elif reply.output is not None:
                     outputs.append(unpack(reply.output, partial(self._group.receive, rank=follower.rank)))
-        except FollowerError:
-            self._fail()
+        except torch.AcceleratorError:
             raise
+        except Exception as error:
+            self._fail()
+            if isinstance(error, FollowerError):
+                raise
+            raise FollowerError(f"an exchange with a rank of the denoiser failed: {error}") from error
         if errors:
             raise errors[0]
         return outputs

@@ -27,6 +27,7 @@ from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
 from vllm_omni.entrypoints.cli.demo_results import Answer, DemoResult, print_verdict, stream_answer
 from vllm_omni.entrypoints.omni_llm import OmniLLM
+from vllm_omni.extras import install_command
 from vllm_omni.speech_recognition import count_understood
 
 OMNI, PAINTER = "shapes", "shapes-painter"
@@ -100,7 +101,7 @@ class Demo:
         print(f"      speech: {self._folder}/{file}, {seconds:.1f} s, began after {answer.first_audio:.2f} s")
         is_right = answer.text == expected
         print_verdict("text", is_right, f"expected: {expected}")
-        understood = "not checked: pip install 'vllm-omni[recognizer]'"
+        understood = f"not checked: {install_command('recognizer')}"
         if self._recognizer is not None:
             words = split_words(answer.text)
             heard = self._recognizer.words(answer.speech.numpy(), SAMPLE_RATE)

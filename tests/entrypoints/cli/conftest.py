@@ -34,6 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             monkeypatch.setenv(name, {"VLLM_LOGGING_LEVEL": "WARNING"}.get(name, "ext://sys.stderr"))
         monkeypatch.setattr(FlexibleArgumentParser, "_search_keyword", None)  # It stays after a `--help=KEYWORD`.
         monkeypatch.setattr(omni_base, "start_fork_server", lambda **options: None)  # no stage is started
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # vLLM's own commands get a finder.
         monkeypatch.setattr(sys, "argv", ["vllm-omni", *map(str, arguments)])
         code = 0
         try:

@@ -129,6 +129,11 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--stage-configs-path", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
         (["--vae-tiling"], "no stage of this pipeline has an engine argument 'vae_tiling'"),
         (["--stage.talker.runtime.memory", "1PiB"], "(talker): runtime.memory '1PiB' is not an amount of memory"),
+        (["--stage.talker.dtype", "fp16"], "stage talker (its model is"),
+        (["--stage.thinker.max_model_len", "4k"], "max_model_len: Input should be a valid integer"),
+        (["--stage.thinker.max_num_seqs", '"3"'], "stage thinker (its model is"),
+        (["--stage.talker.default_sampling_params.top_p", "7"], "(talker): default_sampling_params: top_p must be in"),
+        (["--stage.thinker.default_sampling_params.top_kk", "7"], "(thinker): default_sampling_params: Unexpected"),
     ],
 )
 def test_an_error_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str], words: str) -> None:

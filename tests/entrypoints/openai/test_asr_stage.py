@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline with an ASR and a TTS stage: each endpoint runs its part."""
 
+import asyncio
 import io
 import json
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from tests.entrypoints.fake_pipelines import running
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, SPEAKING, WRITING_STAGE, level
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
+from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
 
 STAGES = (WRITING_STAGE, SPEAKING | {"accepts": "text"}, ASR)
 TEXT = "It has 16000 samples. It is en."
@@ -60,6 +64,16 @@ def test_a_stream(server: FakeServer) -> None:
     assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"] == TEXT
 
 
+@pytest.mark.parametrize(
+    ("given", "language"),
+    [("de", "german"), ("DE-at", "german"), ("de_AT", "german"), ("German", "german"), ("castilian", "spanish"),
+     ("yue", "cantonese"), ("auto", "")],
+)  # fmt: skip
+def test_a_language_has_a_code_or_a_name(given: str, language: str) -> None:
+    request = TranscriptionRequest(file="data:x", language=given, user="a person")
+    assert request.language == (TO_LANGUAGE_CODE[language] if language else None)
+
+
 def test_what_is_refused(server: FakeServer) -> None:
     for response, words in (
         (transcribe(server, "translations"), "does not translate"),
@@ -69,6 +83,27 @@ def test_what_is_refused(server: FakeServer) -> None:
     ):
         assert response.status_code in (400, 422), response.text
         assert words in response.json()["error"]["message"]
+
+
+def test_the_sound_at_an_address_is_transcribed_as_it_is_now(
+    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without API keys; a sound that has not changed is transcribed once."""
+    lengths = iter((16_000, 24_000, 24_000))
+
+    async def fetch(url: str, parameter: str) -> tuple[np.ndarray, float]:
+        return np.zeros(next(lengths), np.float32), 16_000.0
+
+    async def ask() -> list[str]:
+        stage = load_asr_stage(server.client, server.app.state.args)
+        assert stage is not None
+        monkeypatch.setattr(stage._media, "sound", fetch)
+        return [await stage.transcript("https://host/latest.wav", "messages", {}) for _ in range(3)]
+
+    before = sum(stage.num_completed for stage in llm.stats())
+    texts = asyncio.run(ask())
+    assert ["16000" in text for text in texts] == [True, False, False] and "24000" in texts[2]
+    assert sum(stage.num_completed for stage in llm.stats()) == before + 2
 
 
 def test_speech_runs_the_speaking_stage_alone(server: FakeServer, llm: AsyncOmniLLM) -> None:

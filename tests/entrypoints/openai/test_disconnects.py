@@ -11,11 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.entrypoints.fake_pipelines import WRITER, is_idle, running, set_deadline
+from tests.entrypoints.fake_pipelines import WRITER, fake_prompt, is_idle, running, set_deadline, submissions
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.media_apps import use
 from tests.entrypoints.openai.small_apps import send
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.errors import PipelineFullError
 
 LONG = {"fake_tokens": 100_000, "fake_seconds": 0.01, "fake_only": "writer"}
@@ -45,9 +46,9 @@ async def check_it_serves(server: FakeServer) -> None:
 
 def test_a_client_abort_before_the_answer_frees_everything(server: FakeServer, llm: AsyncOmniLLM) -> None:
     async def main() -> None:
-        request = AppRequest(server.app, "/v1/generate", question(**LONG))
-        while is_idle(llm):
-            await asyncio.sleep(0)
+        with submissions(llm) as submitted:
+            request = AppRequest(server.app, "/v1/generate", question(**LONG))
+            assert await asyncio.to_thread(submitted.wait, 60)
         await request.disconnect()
         assert is_idle(llm)
         await check_it_serves(server)
@@ -63,6 +64,36 @@ def test_a_client_abort_of_a_stream_frees_everything(server: FakeServer, llm: As
         assert request.status == 200 and any(llm._pipeline.orchestrator.activity().values())
         await request.disconnect()
         assert is_idle(llm)
+        await check_it_serves(server)
+
+    asyncio.run(main())
+
+
+def test_a_request_has_its_place_from_when_it_came(server: FakeServer, llm: AsyncOmniLLM) -> None:
+    async def answer(prepared: asyncio.Event, fails: bool = False) -> str:
+        with RequestContext.start().answering():
+            server.client.check_admission()
+            await prepared.wait()
+            server.client.check_admission()  # Several steps of an endpoint check.
+            if fails:
+                raise ValueError("the request is wrong")
+            events = server.client.run(fake_prompt(text="hello"), stream=False)
+            return [event async for event in events][-1].outputs[-1].outputs[0].text
+
+    async def main() -> None:
+        prepared, ready = asyncio.Event(), asyncio.Event()
+        ready.set()
+        first = [asyncio.create_task(answer(prepared, fails=i == 3)) for i in range(4)]
+        await asyncio.sleep(0)  # Each of them waits to be prepared.
+        with pytest.raises(PipelineFullError):
+            await asyncio.create_task(answer(ready))
+        request = AppRequest(server.app, "/v1/generate", QUICK)
+        await request.end()
+        assert request.status == 429
+        prepared.set()
+        *texts, error = await asyncio.gather(*first, return_exceptions=True)
+        assert texts == ["hello>writer>speaker"] * 3 and isinstance(error, ValueError)
+        assert await asyncio.gather(*(asyncio.create_task(answer(ready)) for _ in range(4))) == [*texts, texts[0]]
         await check_it_serves(server)
 
     asyncio.run(main())
@@ -228,9 +259,9 @@ def test_a_shutdown_refuses_new_requests_and_finishes_running_ones(tmp_path: Pat
 
 def test_a_shutdown_without_timeout_aborts_running_requests(tmp_path: Path) -> None:
     async def main(server: FakeServer) -> None:
-        request = AppRequest(server.app, "/v1/generate", question(**LONG))
-        while is_idle(server.client.llm):
-            await asyncio.sleep(0)
+        with submissions(server.client.llm) as submitted:
+            request = AppRequest(server.app, "/v1/generate", question(**LONG))
+            assert await asyncio.to_thread(submitted.wait, 60)
         await asyncio.to_thread(server.client.shutdown)
         answer = await request.end()
         assert (request.status, answer["error"]["code"]) == (503, 503)

@@ -7,19 +7,18 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-import xgrammar
 from fastapi import FastAPI
 from vllm.inputs import EngineInput
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.fake_pipelines import is_idle
+from tests.entrypoints.fake_pipelines import is_idle, submissions
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import app_of
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder, token_grammar
+from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
 from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -162,25 +161,12 @@ def test_wrong_requests_are_refused(qwen3_app: FastAPI, fields: dict[str, Any], 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_abort_frees_everything(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, waits: bool) -> None:
     async def main() -> None:
-        visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
-        if waits:
-            await visit.first_chunk()
-        while is_idle(talking_async_llm):
-            await asyncio.sleep(0)
+        with submissions(talking_async_llm) as submitted:
+            visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
+            if waits:
+                await visit.first_chunk()
+            assert await asyncio.to_thread(submitted.wait, 60)
         await visit.disconnect()
         assert is_idle(talking_async_llm)
 
     asyncio.run(main())
-
-
-def test_one_text_does_not_get_the_tokens_of_another() -> None:
-    """xgrammar keeps what it has computed for earlier grammars."""
-    vocabulary = [f"t{token_id}" for token_id in range(100)]
-    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary), cache_enabled=True)
-    for token_ids in ([15], [64], [15, 3], [64, 65], [3, 15, 15], [65, 15, 3], [15]):
-        matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(token_grammar(token_ids)), override_stop_tokens=[99])
-        for token_id in token_ids:
-            mask = xgrammar.allocate_token_bitmask(1, len(vocabulary))
-            matcher.fill_next_token_bitmask(mask)
-            allowed = [i for i in range(len(vocabulary)) if int(mask[0][i // 32]) >> i % 32 & 1]
-            assert allowed == [token_id] and matcher.accept_token(token_id), token_ids

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /: what is served, as a page or JSON, and who sees the names of the model."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.routing import WebSocketRoute
 
 from tests.entrypoints.fake_pipelines import running
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE
@@ -65,6 +67,24 @@ def test_docs_that_are_not_served_are_not_linked(llm: AsyncOmniLLM) -> None:
     assert send(app, "GET", "/docs").status_code == 404
     assert send(app, "GET", "/", headers=JSON).json()["links"] == ["health"]
     assert "docs" not in send(app, "GET", "/").text
+
+
+def test_every_route_and_mount_needs_the_key_with_every_method(llm: AsyncOmniLLM) -> None:
+    app = FakeServer(llm, "--api-key=secret", '--allowed-origins=["*"]').app
+    paths = {re.sub(r"{.*?}", "x", route.path) for route in app.routes if not isinstance(route, WebSocketRoute)}
+    assert {"/metrics", "/v1/chat/completions", "/v1/videos/x/content"} <= paths
+    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+    open_to = {
+        (method, path)
+        for path in [*paths, *(f"{path.rstrip('/')}/x" for path in paths)]
+        for method in methods
+        if send(app, method, path).status_code != 401
+    }
+    assert open_to == {("GET", "/"), ("HEAD", "/"), *((m, p) for m in methods for p in ("/health", "/ping", "/readyz"))}
+    page = {"origin": "http://page", "access-control-request-method": "POST"}
+    answer = send(app, "OPTIONS", "/v1/chat/completions", headers=page)
+    assert answer.status_code == 200, answer.text
+    assert send(app, "OPTIONS", "/metrics", headers=page).text == "OK"
 
 
 def test_probes_of_readiness_are_answered_as_health(llm: AsyncOmniLLM) -> None:

@@ -78,3 +78,13 @@ def test_voices_are_listed(server: FakeServer) -> None:
     voices = send(server.app, "GET", "/v1/audio/voices").json()
     assert voices["voices"] == [{"id": "ann", "name": "ann"}, {"id": "bob", "name": "bob"}]
     assert voices["voice_map"]["alloy"] == "ann"
+
+
+def test_functions_hold_no_chat(server: FakeServer) -> None:
+    described = send(server.app, "GET", "/v1/pipeline").json()
+    assert described["endpoints"] == ["/v1/audio/speech"]
+    for stream in (False, True):
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": stream}
+        refused = send(server.app, "POST", "/v1/chat/completions", json=chat)
+        assert refused.status_code == 400 and "/v1/audio/speech" in refused.json()["error"]["message"], refused.text
+    assert speak(server).status_code == 200

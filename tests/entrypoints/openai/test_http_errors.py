@@ -2,13 +2,18 @@
 """The answers to requests that fail."""
 
 import logging
-from typing import NoReturn
+import tempfile
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import pytest
-from fastapi import FastAPI, HTTPException
+from fastapi import Depends, FastAPI, HTTPException
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.openai.small_apps import make_app, send
+from tests.small_file_system import small_file_system
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl
 from vllm_omni.errors import (
     InvalidRequestError,
     PipelineClosedError,
@@ -56,7 +61,9 @@ def test_a_full_pipeline_answers_with_a_retry_time(seconds: float, header: str) 
     assert response.headers["retry-after"] == header
 
 
-def test_only_a_dead_stage_has_a_retry_time() -> None:
+def test_what_another_try_may_help_has_a_retry_time() -> None:
+    for closed in (PipelineClosedError("closed"), RequestAbortedError("aborted", "r")):
+        assert send(failing_with(closed), "GET", "/v1/fail").headers["retry-after"] == "1"
     assert "retry-after" in send(failing_with(StageDeadError("died", "r", 1)), "GET", "/v1/fail").headers
     assert send(failing_with(StageDeadError("dead", "r", 1, 30.0)), "GET", "/v1/fail").headers["retry-after"] == "30"
     never = StageDeadError("dead", "r", 1, None)
@@ -93,6 +100,52 @@ def test_vllms_streams_have_the_status() -> None:
 
     info = create_error_response(to_http_error(PipelineFullError("full", 1.0))).error
     assert (info.code, info.message) == (429, "full")
+
+
+def test_errors_have_one_style() -> None:
+    app = make_app()
+    wrong = [
+        (send(app, "POST", "/v1/echo", json={"text": 5}), "BadRequestError", "text"),
+        (send(app, "POST", "/v1/echo", json={"text": "a", "parts": [{"x": "y"}]}), "BadRequestError", "parts[0].x"),
+        (send(app, "POST", "/v1/echo", content=b"[]", headers=JSON), "BadRequestError", None),
+        (send(failing_with(VLLMValidationError("no", parameter="a[0]")), "GET", "/v1/fail"), "BadRequestError", "a[0]"),
+        (send(failing_with(VLLMNotFoundError("no")), "GET", "/v1/fail"), "NotFoundError", None),
+        (send(failing_with(PipelineFullError("full", 1.0)), "GET", "/v1/fail"), "TooManyRequestsError", None),
+        (send(failing_with(StageExecutionError("boom", "r", 1)), "GET", "/v1/fail"), "InternalServerError", None),
+        (send(failing_with(KeyError("a")), "GET", "/v1/fail"), "InternalServerError", None),
+        (send(make_app(api_key=["a"]), "GET", "/v1/fail"), "UnauthorizedError", None),
+        (send(app, "GET", "/v1/nothing"), "NotFoundError", None),
+    ]
+    for answer, kind, parameter in wrong:
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == (kind, parameter, answer.status_code), error
+        assert "parameter=" not in error["message"]
+
+
+def test_an_error_is_short_however_long_what_it_quotes() -> None:
+    name = "x" * 1_000_000
+    for body in ({"text": "a", "parts": [{"x": "y", name: 5}]}, {"text": "a", "number": name}):
+        assert len(send(make_app(), "POST", "/v1/echo", json=body).content) < 5000
+    for error in (VLLMValidationError(name, parameter="a", value=name), InvalidRequestError(name, "r")):
+        assert len(send(failing_with(error), "GET", "/v1/fail").content) < 5000
+
+
+def test_a_full_folder_for_uploads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Upload(RequestModel):
+        file_field = "file"
+        file: SoundUrl
+
+    async def upload(request: Annotated[Upload, Depends(Upload.read)]) -> int:
+        return len(request.file)
+
+    app = make_app()
+    app.add_api_route("/v1/upload", upload, methods=["POST"])
+    with small_file_system(1 << 20) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        full = send(app, "POST", "/v1/upload", files={"file": b"x" * (3 << 20)})
+        assert full.status_code == 507 and "TMPDIR" in full.json()["error"]["message"], full.text
+        assert send(app, "POST", "/v1/upload", files={"file": b"x" * 1000}).status_code == 200
+    assert send(failing_with(PermissionError("/root")), "GET", "/v1/fail").status_code == 500
 
 
 def test_errors_of_the_framework_have_the_same_form() -> None:
@@ -135,9 +188,19 @@ def test_all_valid_json_is_accepted() -> None:
         assert response.json() == {"text": text, "number": -1.5e300}
 
 
-def test_another_content_type_than_json_is_refused() -> None:
-    for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}, {}):
-        assert send(make_app(), "POST", "/v1/echo", content=b'{"text": "a"}', headers=headers).status_code == 400
+def test_a_body_of_an_unknown_form_is_refused() -> None:
+    body = b'{"text": "a"}'
+    for headers, words in (
+        ({}, "Content-Type: application/json"),
+        ({"content-type": "text/plain"}, "application/json, not text/plain"),
+        (JSON | {"content-encoding": "gzip"}, "Content-Encoding gzip"),
+    ):
+        refused = send(make_app(), "POST", "/v1/echo", content=body, headers=headers)
+        assert refused.status_code == 415 and words in refused.json()["error"]["message"], refused.text
+    assert refused.headers["accept-encoding"] == "identity"
+    plain = send(make_app(), "POST", "/v1/echo", content=body, headers=JSON | {"content-encoding": "identity"})
+    assert plain.json()["text"] == "a"
+    assert send(make_app(), "POST", "/v1/echo").json()["error"]["message"] == "the body is missing"
 
 
 @pytest.mark.parametrize(

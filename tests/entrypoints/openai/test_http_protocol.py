@@ -3,18 +3,22 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import httpx
 import pytest
+import websockets.sync.client
+from fastapi import WebSocket
 from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.small_apps import make_app
 from vllm_omni.entrypoints.openai.http_protocol import HeadersTransport, LateLogger, http_protocol
 
-HEADERS = b"HTTP/1.1 200 OK\r\n\r\n"
+END = b"\r\n\r\n"
+HEADERS = b"HTTP/1.1 200 OK" + END
 
 
 class RecordedTransport:
@@ -115,3 +119,42 @@ def test_answers_over_http() -> None:
         for _ in range(2):  # On one connection.
             assert client.get("/go").json() == "gone"
         assert answer.read() == b"part"
+
+
+def answer_to(url: str, request: bytes) -> bytes:
+    """All bytes of the answer to one request, until the server closes the connection."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), timeout=30) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_requests_of_other_versions_over_http() -> None:
+    app = make_app()
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        yield b"one "
+        yield b"two"
+
+    @app.get("/parts")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(parts())
+
+    @app.websocket("/v1/echo")
+    async def session(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text("hello")
+
+    post = (
+        b"POST /v1/echo HTTP/1.1\r\nHost: server\r\nContent-Type: application/json\r\nContent-Length: 13\r\n"
+        b'%s\r\n\r\n{"text": "a"}'
+    )
+    with over_http(app, http=http_protocol(60)) as url:
+        for offer in (b"h2c", b"websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA=="):
+            head, _, body = answer_to(url, post % (b"Connection: Upgrade, close\r\nUpgrade: " + offer)).partition(END)
+            assert head.startswith(b"HTTP/1.1 200") and body.startswith(b'{"text":"a"'), (head, body)
+        with websockets.sync.client.connect(f"{url.replace('http', 'ws')}/v1/echo") as connection:
+            assert connection.recv() == "hello"
+        head, _, body = answer_to(url, b"GET /parts HTTP/1.0\r\n\r\n").partition(END)
+        assert b"chunked" not in head and body == b"one two"
+        assert httpx.get(f"{url}/parts").text == "one two"

@@ -6,6 +6,7 @@ import base64
 import io
 import socket
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypat
         with pytest.raises(VLLMNotFoundError, match="expired"):
             store.path(others)
         assert not kept()
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_the_bytes_of_all_keys_are_limited(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = FileStore(ServerLimits(video_dir=str(tmp_path), max_total_stored_image_bytes=10))
+
+        async def add(owner: bytes, *contents: bytes) -> list[str]:
+            return await store.add(contents, "png", owner)
+
+        (others,) = await add(b"other", b"123456")
+        (first,) = await add(b"one", b"1234")
+        with pytest.raises(OmniHTTPError, match="--max-total-stored-image-bytes") as refused:
+            await add(b"one", b"123", b"45")
+        assert refused.value.http_status == HTTPStatus.INSUFFICIENT_STORAGE
+        assert {file.name for file in tmp_path.glob("*/*")} == {others}, "what was refused is not kept"
+        second = await add(b"one", b"12", b"34")
+        assert {file.name for file in tmp_path.glob("*/*")} == {others, *second} and first not in second
         await store.close()
 
     asyncio.run(main())

@@ -60,6 +60,8 @@ def test_an_invalid_limit_is_refused(flags: tuple[str, str]) -> None:
 def test_limits_that_contradict_each_other_are_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag} 9 .* --max-request-bytes 10"):
         check_limits(parse("--max-request-bytes", "10", flag, "9"))
+    with pytest.raises(ValueError, match=r"--max-total-decoded-bytes 9 .* --max-decoded-bytes 10"):
+        check_limits(parse("--max-decoded-bytes", "10", "--max-total-decoded-bytes", "9"))
 
 
 def test_a_body_with_too_large_a_content_length_is_not_read() -> None:
@@ -129,6 +131,7 @@ class Room:
 
     async def hold(self, body: bytes, **headers: str) -> "asyncio.Task[httpx.Response]":
         """A request that is being answered."""
+        headers = {"content-type": "application/octet-stream", **headers}
         task = asyncio.create_task(self.client.post("/v1/hold", content=body, headers=headers))
         await self.arrived.wait()
         return task

@@ -4,7 +4,8 @@
 import base64
 import io
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -14,6 +15,8 @@ from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai import request_context
+from vllm_omni.entrypoints.openai.audio_formats import AudioEncoder, encode_audio
+from vllm_omni.entrypoints.openai.media_budget import MediaBudget
 from vllm_omni.entrypoints.openai.media_input import AddressGuard, GuardedHTTPConnection, OmniMediaConnector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits
@@ -23,7 +26,9 @@ from vllm_omni.entrypoints.openai.server_args import RequestLimits
 def connector() -> Iterator[OmniMediaConnector]:
     """In a request; tests of other files run outside of one."""
     token = request_context._current.set(RequestContext())
-    yield OmniMediaConnector(connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits())
+    yield OmniMediaConnector(
+        connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits(), budget=MediaBudget(1 << 30, 1 << 30)
+    )
     request_context._current.reset(token)
 
 
@@ -124,3 +129,57 @@ def test_a_wav_file_without_a_length_is_refused_with_the_reason(connector: OmniM
         connector.fetch_audio(f"data:audio/wav;base64,{encode(bytes(data))}")
     samples, rate = connector.fetch_audio(f"data:audio/wav;base64,{encode(wav_file(400))}")
     assert (len(samples), rate) == (400, 16_000)
+
+
+def by_ffmpeg(samples: np.ndarray) -> bytes:
+    """As it writes into a pipe."""
+    pieces: list[bytes] = []
+    with av.open(SimpleNamespace(write=lambda data: pieces.append(bytes(data))), "w", format="flac") as container:
+        stream = container.add_stream("flac", rate=16_000, layout="mono")
+        stream.codec_context.format = "s16"
+        frame = av.AudioFrame.from_ndarray((samples * 32768).astype(np.int16)[None], format="s16", layout="mono")
+        frame.sample_rate, frame.pts = 16_000, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return b"".join(pieces)
+
+
+def by_us(samples: np.ndarray) -> bytes:
+    encoder = AudioEncoder("flac", 16_000)
+    return b"".join([*(encoder.encode(piece) for piece in np.array_split(samples, 5)), encoder.finish()])
+
+
+@pytest.mark.parametrize("encode_sound", [by_us, by_ffmpeg])
+def test_flac_without_a_length_is_read_like_any_other(
+    connector: OmniMediaConnector, monkeypatch: pytest.MonkeyPatch, encode_sound: Callable[[np.ndarray], bytes]
+) -> None:
+    samples = (np.random.default_rng(0).integers(-9000, 9000, 24_000) / 32768).astype(np.float32)
+    streamed = f"data:audio/flac;base64,{encode(encode_sound(samples))}"
+    whole = f"data:audio/flac;base64,{encode(encode_audio(samples, 'flac', 16_000))}"
+    found, rate = connector.fetch_audio(streamed)
+    expected, _ = connector.fetch_audio(whole)
+    assert rate == 16_000 and np.array_equal(found, expected) and np.array_equal(expected, samples)
+    tagged = b"ID3\x04\x00\x00\x00\x00\x00\x00" + encode_sound(samples)
+    assert np.array_equal(connector.fetch_audio(f"data:audio/flac;base64,{encode(tagged)}")[0], samples)
+    monkeypatch.setenv("VLLM_MAX_AUDIO_DECODE_DURATION_S", "1")
+    with pytest.raises(VLLMValidationError, match="VLLM_MAX_AUDIO_DECODE_DURATION_S"):
+        connector.fetch_audio(streamed)
+
+
+@pytest.mark.parametrize("codec", ["pcm_s16le", "flac", "aac"])
+@pytest.mark.parametrize("num_channels", [1, 2])
+def test_sound_in_a_container_of_videos_has_its_loudness_and_length(
+    connector: OmniMediaConnector, codec: str, num_channels: int
+) -> None:
+    rate = 16_000
+    tone = (9000 * np.sin(2 * np.pi * 300 * np.arange(rate) / rate)).astype(np.int16)
+    file, layout = io.BytesIO(), "mono" if num_channels == 1 else "stereo"
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream(codec, rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(np.repeat(tone, num_channels)[None], format="s16", layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    samples, found_rate = connector.fetch_audio(f"data:video/x-matroska;base64,{encode(file.getvalue())}")
+    assert found_rate == rate and abs(len(samples) - rate) <= 2048, "AAC has whole frames"
+    assert np.abs(samples).max() == pytest.approx(9000 / 32768, rel=0.2)

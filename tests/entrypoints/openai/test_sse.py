@@ -14,7 +14,7 @@ from starlette.types import Message
 from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
-from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, late, sse_line, with_error
+from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, late, sse_line, sse_response, with_error
 from vllm_omni.errors import RequestTimeoutError
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -80,6 +80,19 @@ def test_a_late_response_has_the_status_of_an_early_error_and_every_output() -> 
 
     answer = send(late_app(stream("a", "b")), "GET", "/v1/late")
     assert answer.status_code == HTTPStatus.OK and answer.text == "ab"
+
+
+def test_proxies_pass_on_each_part_of_a_stream_and_keep_none() -> None:
+    app = late_app(stream("a"))
+
+    @app.get("/v1/lines")
+    async def endpoint() -> Response:
+        return sse_response(stream("a"), 0, {"X-Own": "1"})
+
+    for path in ("/v1/late", "/v1/lines"):
+        headers = send(app, "GET", path).headers
+        assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-cache")
+    assert headers["x-own"] == "1"
 
 
 def test_a_client_that_leaves_before_a_late_response_begins_closes_its_request() -> None:

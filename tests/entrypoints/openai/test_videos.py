@@ -419,6 +419,33 @@ def test_the_videos_of_one_key_do_not_remove_those_of_another(tmp_path: Path) ->
     asyncio.run(main())
 
 
+def test_the_bytes_of_the_videos_of_all_keys_are_limited(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = VideoStore(ServerLimits(video_dir=str(tmp_path), max_total_stored_video_bytes=10))
+
+        async def make(name: str, owner: bytes, size: int) -> Video:
+            async def work(job: VideoJob) -> None:
+                await store.complete(job, b"1" * size)
+
+            job = store.start(new_video(name), work, owner=owner, settings={}, has_image=False)
+            assert job.task is not None
+            await job.task
+            return job.video
+
+        await make("other's", b"other", 6)
+        await make("first", b"one", 3)
+        failed = await make("large", b"one", 5)
+        assert failed.status == "failed" and failed.error is not None and failed.error.code == "no_room"
+        assert store.get("first", b"one").path.exists() and not store.get("large", b"one").path.exists()
+        assert (await make("second", b"one", 4)).status == "completed"
+        videos, _ = store.page(b"one", None, 9, newest_first=False)
+        assert [video.id for video in videos] == ["large", "second"], "a key's own oldest make room"
+        assert store.get("other's", b"other").path.exists()
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         limits = ServerLimits(

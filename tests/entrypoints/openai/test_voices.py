@@ -8,6 +8,7 @@ import pytest
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.clock import pass_time
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.server_args import ServerLimits
 from vllm_omni.entrypoints.openai.voices import OPENAI_VOICES, Voices, VoiceStore
 
@@ -102,6 +103,30 @@ def test_one_key_cannot_take_the_room_of_another() -> None:
             store.delete("b", ONE)
             add(store, ONE, "c")
             assert [voice.name for voice in store.voices(ONE)] == ["a", "c"]
+
+    asyncio.run(main())
+
+
+def test_the_voices_of_all_keys_are_limited() -> None:
+    async def main() -> None:
+        store = VoiceStore(ServerLimits(max_total_stored_voice_bytes=2 * 96_000))
+        add(store, ONE, "a")
+        add(store, OTHER, "a")
+        with pytest.raises(OmniHTTPError, match="--max-total-stored-voice-bytes"):
+            add(store, ONE, "b")
+        store.delete("a", OTHER)
+        add(store, ONE, "b")
+        assert [voice.name for voice in store.voices(ONE)] == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_an_upload_without_a_key_says_that_all_clients_share_it() -> None:
+    async def main() -> None:
+        store = VoiceStore(ServerLimits())
+        add(store, b"", "a")
+        add(store, ONE, "a")
+        assert [store.get("a", owner).shared for owner in (b"", ONE)] == [True, False]
 
     asyncio.run(main())
 

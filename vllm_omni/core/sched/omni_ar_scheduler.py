@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of autoregressive stages."""
 
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.guided_scheduler import GuidedScheduler
+from vllm_omni.core.sched.omni_scheduler_mixin import READY
 from vllm_omni.core.sched.output import OmniModelRunnerOutput, OmniRequest, OmniSchedulerOutput
 from vllm_omni.core.sched.row_cache import RequestRows, RowCache
 from vllm_omni.payloads import AdditionalInformationPayload
@@ -72,6 +76,50 @@ class OmniARScheduler(GuidedScheduler):
         for request in with_rows:  # Only now they have the tokens of the step, and the hashes of blocks with these.
             request.rows.keep_blocks(self._row_cache, request.block_hashes)
         return outputs
+
+    # Requests of several sequences.
+
+    def _order_requests(self) -> None:
+        """Has each request the same share of the sequences that run: one of many does not make others wait for all of
+        them. Of the order that vLLM would take, only that of sequences of one request changes."""
+        super()._order_requests()
+        if self.waiting:
+            self._order_waiting()
+            self._preempt_for_others()
+
+    def _order_waiting(self) -> None:
+        """Each sequence waits behind those of requests of its priority that have fewer before them."""
+        counts = Counter(map(_owner, self.running))
+        ranks = {}
+        for request in self.waiting:
+            owner = _owner(request)
+            ranks[request.request_id] = (self._priority(request), counts[owner])
+            counts[owner] += 1
+        ordered = sorted(self.waiting, key=lambda request: ranks[request.request_id])
+        self.waiting = create_request_queue(SchedulingPolicy.FCFS)
+        for request in ordered:
+            self.waiting.add_request(request)
+
+    def _preempt_for_others(self) -> None:
+        """Where there is no place, a request that has fewer sequences running gets that of one with more."""
+        num_places = self.max_num_running_reqs - len(self.running)
+        counts = Counter(map(_owner, self.running))
+        ready = [request for request in self.waiting if request.status in READY and not self._is_held(request)]
+        for request in ready[max(num_places, 0) :]:
+            owner, most = max(counts.items(), key=lambda item: item[1], default=("", 0))
+            if most < counts[_owner(request)] + 2:
+                break
+            victim = next(each for each in reversed(self.running) if _owner(each) == owner)
+            if self._priority(victim) < self._priority(request):
+                break
+            self.running.remove(victim)
+            self._preempt_request(victim, time.monotonic())
+            counts[owner] -= 1
+            counts[_owner(request)] += 1
+        self._order_waiting()
+
+    def _priority(self, request: Request) -> int:
+        return request.priority if self.policy is SchedulingPolicy.PRIORITY else 0
 
     # Rows of tokens that were found in the prefix cache.
 
@@ -141,6 +189,13 @@ class OmniARScheduler(GuidedScheduler):
 class OmniAsyncARScheduler(OmniARScheduler, AsyncScheduler):
     """The scheduler of stages of text with asynchronous scheduling: a step is scheduled while the one before it is
     computed, so tokens of a request that are not known yet count as computed, as vLLM's `num_output_placeholders`."""
+
+
+def _owner(request: Request) -> str:
+    """What the sequences of one request have in common. The two of a request with guidance run together anyway."""
+    if isinstance(request, OmniRequest) and request.pair is None:
+        return request.external_req_id
+    return request.request_id
 
 
 def _needs_rows(request: Request) -> bool:

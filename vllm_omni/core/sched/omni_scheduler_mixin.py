@@ -6,15 +6,18 @@ A step skips a held request, and no other: it keeps its place and, as long as no
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_omni.core.sched.output import OmniNewRequestData, OmniRequest, OmniSchedulerOutput, StepRecord
 
@@ -78,12 +81,35 @@ class OmniSchedulerMixin(Scheduler):
         assert isinstance(scheduler_output, OmniSchedulerOutput)
         step = scheduler_output.step
         step.has_output = True
+        structured = self._structured_requests(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for client in outputs.values() if structured else ():
+            for ended in client.outputs:
+                if ended.finish_reason is FinishReason.ERROR and ended.request_id in structured:
+                    ended.stop_reason = _why_refused(structured[ended.request_id], ended.new_token_ids)
         for req_id, num_chunks in step.num_sent_chunks.items():
             request = self.requests.get(req_id)
             if isinstance(request, OmniRequest) and request.num_output_tokens:
                 request.drop_sent_input(num_chunks)
         return outputs
+
+    def _structured_requests(self, output: SchedulerOutput) -> dict[str, StructuredOutputRequest]:
+        """Those of the requests of a step, and of those that have failed to start, which have a grammar."""
+        if not (output.has_structured_output_requests or self.grammar_compile_error_reqs):
+            return {}
+        constraints = {
+            req_id: self.requests[req_id].structured_output_request
+            for req_id in (*output.num_scheduled_tokens, *self.grammar_compile_error_reqs)
+            if req_id in self.requests
+        }
+        return {req_id: constraint for req_id, constraint in constraints.items() if constraint is not None}
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            if (grammar := grammar_of(request)) is not None:
+                grammar.cancel()  # if it has not begun
+        return finished
 
     def restart_requests(self, known_to_workers: set[str]) -> None:
         """Computes every request again, as after a preemption, when a step has raised.
@@ -124,7 +150,7 @@ class OmniSchedulerMixin(Scheduler):
 
     def has_work(self) -> bool:
         """Whether a step would do anything: compute something, or report ended requests to the workers."""
-        return self.has_finished_requests() or not all(_is_starved(request) for request in self.requests.values())
+        return self.has_finished_requests() or not all(map(_cannot_run, self.requests.values()))
 
     def quarantine(self, req_id: str, num_tokens: int) -> None:
         """Computes a request in steps of its own, every other step, until it has computed this many tokens.
@@ -173,7 +199,7 @@ class OmniSchedulerMixin(Scheduler):
 
     def _preempt_held(self) -> None:
         """Nothing could run: if a request waits for blocks of a held one, the held one is preempted."""
-        waits = any(request.status in _READY and not self._is_held(request) for request in self.waiting)
+        waits = any(request.status in READY and not self._is_held(request) for request in self.waiting)
         if waits and self.running and self._is_held(self.running[-1]):
             self._preempt_request(self.running.pop(), time.monotonic())
 
@@ -195,7 +221,28 @@ class OmniSchedulerMixin(Scheduler):
         )
 
 
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _cannot_run(request: Request) -> bool:
+    grammar = grammar_of(request)
+    return _is_starved(request) or (grammar is not None and not grammar.done())
+
+
+def grammar_of(request: Request) -> Future[StructuredOutputGrammar] | None:
+    """The future grammar of a request, until vLLM has taken it."""
+    constraint = request.structured_output_request
+    grammar = None if constraint is None else constraint._grammar
+    return grammar if isinstance(grammar, Future) else None
+
+
+def _why_refused(constraint: StructuredOutputRequest, new_token_ids: list[int]) -> str:
+    """Why vLLM has ended a request with an error, that has a grammar."""
+    if isinstance(error := constraint.grammar, Exception):
+        return f"structured output: the grammar cannot be compiled: {error}"
+    if new_token_ids:
+        return "structured output: the grammar allows no token here; it must match some text that ends"
+    return ""
 
 
 def _is_starved(request: Request) -> bool:

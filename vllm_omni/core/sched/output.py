@@ -79,6 +79,7 @@ class OmniRequest(Request):
 
     Attributes:
         external_req_id: The caller's id; the sequences of one request share it.
+        owner: As in `OmniEngineCoreRequest`.
         additional_information: Until the request has a token: without one it starts again after a step that raised.
         input_chunks: Those that may be sent to the model runner again, and those that were not sent yet.
         num_chunks: Received so far.
@@ -96,6 +97,7 @@ class OmniRequest(Request):
     """
 
     external_req_id: str
+    owner: str
     additional_information: AdditionalInformationPayload | None
     input_chunks: list[InputChunk]
     num_chunks: int = 0
@@ -117,6 +119,7 @@ class OmniRequest(Request):
         request.__class__ = cls
         assert isinstance(request, cls)
         request.external_req_id = source.external_req_id or source.request_id
+        request.owner = source.owner
         request.additional_information = source.additional_information
         request.input_chunks = []
 

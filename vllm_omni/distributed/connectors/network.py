@@ -27,7 +27,7 @@ from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Re
 from vllm_omni.distributed.connectors.nixl import NixlAgent
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.messages import Frames, NetworkRef, PayloadRef
-from vllm_omni.distributed.sockets import arrived
+from vllm_omni.distributed.sockets import Dropped, arrived
 
 CHUNK = 1 << 20
 """Bytes."""
@@ -35,6 +35,8 @@ _AHEAD = 4
 """Chunks of a payload that are requested before the first of them has arrived."""
 _ALIGNMENT = 16  # of tensors in a bytearray
 _KEY = 16
+_MAX_REQUEST = 4096
+"""Bytes of a packet to a `PayloadServer`: more than its requests and the handshakes before them have."""
 _head = struct.Struct(f"<{_KEY}sQQ")  # key, offset, size; size 0: the payload has been fetched, or is not needed
 
 
@@ -56,6 +58,7 @@ class PayloadServer:
 
     Attributes:
         socket: To be polled; when it is readable, call `serve`.
+        dropped: Packets that are no requests.
     """
 
     def __init__(self, context: zmq.Context, host: str, keys: CurveKeys | None, nixl: NixlAgent | None = None) -> None:
@@ -68,6 +71,8 @@ class PayloadServer:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        self.dropped = Dropped("request for a payload")
         if keys is not None:
             keys.secure_server(self.socket)
         self._address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
@@ -95,7 +100,11 @@ class PayloadServer:
 
     def serve(self) -> None:
         """Answers all requests that have arrived."""
-        for peer, request in arrived(self.socket):
+        for frames in arrived(self.socket):
+            if len(frames) != 2 or len(frames[1]) != _head.size:
+                self.dropped.add(frames[1:])
+                continue
+            peer, request = frames
             key, offset, size = _head.unpack(request)
             if not size:
                 self._remove(key)
@@ -166,6 +175,7 @@ class PayloadFetcher:
 
     Attributes:
         socket: For chunks.
+        dropped: Packets that are no chunks.
     """
 
     def __init__(self, context: zmq.Context, keys: CurveKeys | None, nixl: NixlAgent | None = None) -> None:
@@ -176,6 +186,7 @@ class PayloadFetcher:
         self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             keys.secure_client(self.socket)
+        self.dropped = Dropped("part of a payload")
         self._connected: set[str] = set()
         self._fetches: dict[bytes, _Fetch] = {}
         self._stopping: dict[bytes, NetworkRef] = {}  # NIXL still reads them
@@ -221,8 +232,11 @@ class PayloadFetcher:
 
     def take_ended(self) -> Iterator[tuple[NetworkRef, list[memoryview] | None]]:
         """The buffers of payloads that have arrived as a whole; None for those that are gone."""
-        for _, head, *parts in itertools.islice(arrived(self.socket, copy=False), _AHEAD):  # Messages wait meanwhile.
-            self._on_chunk(head.buffer, parts)
+        for frames in itertools.islice(arrived(self.socket, copy=False), _AHEAD):  # Messages wait meanwhile.
+            if len(frames) < 2 or len(frames[1]) != _head.size:
+                self.dropped.add(frames[1:])
+            else:
+                self._on_chunk(frames[1].buffer, frames[2:])
         if self._nixl is not None:
             for key, is_read in self._nixl.take_ended():
                 if (fetch := self._fetches.get(key)) is not None:
@@ -237,7 +251,7 @@ class PayloadFetcher:
         fetch = self._fetches.get(key)
         if fetch is None:
             return  # It was stopped.
-        if sum(len(part) for part in parts) != size:
+        if sum(len(part) for part in parts) != size or offset + size > len(fetch.data):
             self._end(key, fetch, is_whole=False)
             return
         for part in parts:

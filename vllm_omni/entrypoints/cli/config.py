@@ -7,17 +7,22 @@ weights.
 
 import argparse
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
+from vllm.exceptions import VLLMClientError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.entrypoints.cli.config_values import ConfigValue, ConfigValues, KeyPath
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, set_up_logging
+from vllm_omni.entrypoints.function_parameters import load_function_parameters, sampling_values
+from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
-from vllm_omni.errors import UsageError
+from vllm_omni.errors import StageConfigError, UsageError
 
 USAGE = "vllm-omni config show MODEL [--json] [the options of vllm serve MODEL --omni]"
 _MAX_WIDTH = 70
@@ -52,11 +57,38 @@ class ConfigCommand(OmniServeCommand):
         set_up_logging(parsed)
         args = make_omni_args(parsed)
         resolved = resolve_pipeline(args)
+        _check_values(resolved, args.model)
         values = list(ConfigValues(resolved, args))
         if parsed.args.json:
             print(json.dumps(_as_json(args, resolved, values), indent=2))
         else:
             print(_as_yaml(args, resolved, values))
+
+
+def _check_values(resolved: ResolvedPipeline, model: str) -> None:
+    """Refuses the values that the start refuses when it makes engines and requests.
+
+    Raises:
+        StageConfigError: A value is wrong.
+    """
+    load_function_parameters(resolved.config)
+    logging.disable(logging.WARNING)  # vLLM's are about a start.
+    try:
+        for args in resolved.engine_args:
+            create_config_for_inputs(args)
+    finally:
+        logging.disable(logging.NOTSET)
+    for stage in resolved.config.stage_args:
+        if stage.kind == "DiT":
+            # Imported here: a pipeline without diffusion stages does not need diffusers.
+            from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
+
+            DiffusionInputProcessor(stage, stage.checkpoint(model))
+        elif stage.runs_vllm:
+            try:
+                make_sampling_params(sampling_values(stage, stage.default_sampling_params))
+            except (ValueError, TypeError, VLLMClientError) as error:
+                raise StageConfigError(f"{stage.label}: default_sampling_params: {message_of(error)}") from error
 
 
 def _as_yaml(args: OmniArgs, resolved: ResolvedPipeline, values: Iterable[ConfigValue]) -> str:

@@ -33,6 +33,7 @@ _INSTALL = f"""\
 install it from a checkout (the package of this name on a package index is another project):
 pip install ".[cpu]" --extra-{CPU_WHEELS.removeprefix("--")}    (CPU)
 pip install ".[cuda]"    (NVIDIA GPU)"""
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _MIB = 1 << 20
 _PYTHON_TIMEOUT_S = 300.0
 SHARED_MEMORY = 512 * _MIB
@@ -199,7 +200,7 @@ def _metadata_of(distribution: str, key: str = "Version") -> str | None:
 
 def check_companions() -> Iterator[Finding]:
     """torchvision and torchaudio fail to import if built for another torch, and vLLM imports them if installed."""
-    for module in ("torchvision", "torchaudio", "torchcodec"):
+    for module in COMPANIONS:
         if find_spec(module) is None:
             continue
         error = import_error(module)

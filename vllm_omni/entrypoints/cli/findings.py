@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 Level = Literal["OK", "WARN", "FAIL"]
 
@@ -21,11 +21,11 @@ class Finding:
     message: str
     remedy: str = ""
 
-    def print(self) -> None:
-        """Prints it, further lines of the message and of the remedy indented."""
-        print(f"{self.level:<4}  {self.subject:<14}  {_indented(self.message.splitlines())}", flush=True)
+    def print(self, file: TextIO | None = None) -> None:
+        """Prints it, further lines of the message and of the remedy indented; to stdout by default."""
+        print(f"{self.level:<4}  {self.subject:<14}  {_indented(self.message.splitlines())}", file=file, flush=True)
         if self.remedy:
-            print(f"{'':22}-> {_indented(self.remedy.splitlines(), 25)}", flush=True)
+            print(f"{'':22}-> {_indented(self.remedy.splitlines(), 25)}", file=file, flush=True)
 
 
 @dataclass(frozen=True)

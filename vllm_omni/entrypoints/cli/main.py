@@ -5,16 +5,21 @@ Commands other than those below are vLLM's. A command imports vLLM when it runs,
 `doctor` also work without vLLM.
 """
 
+import atexit
+import difflib
 import errno
 import gc
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from vllm_omni import __version__
 from vllm_omni.errors import OmniError, UsageError
-from vllm_omni.vllm_requirement import find_vllm, require_vllm
+from vllm_omni.extras import install_command
+from vllm_omni.vllm_requirement import find_vllm, name_cpu_build, require_vllm
 
 USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
@@ -36,8 +41,13 @@ options, `--help=all` all of them. From Python:
 """
 
 
+_NEAR = 0.75
+"""How alike a mistyped command is, from 0 to 1; none of vLLM's own is as near to one of ours."""
+
+
 def main() -> None:
     """Runs the command line in `sys.argv`; exits with 1 if that failed, with 2 if it is wrong."""
+    atexit.register(_end_quietly)
     words = sys.argv[1:]
     arguments = [argument for argument in words if argument != "--omni"]
     command = arguments[0] if arguments else "--help"
@@ -47,10 +57,19 @@ def main() -> None:
         print(_version_line())
     elif command in _COMMANDS:
         _run(_COMMANDS[command], arguments[1:])
+    elif near := difflib.get_close_matches(command, _COMMANDS, 1, _NEAR):
+        _fail(f"there is no command {command!r}; did you mean {near[0]!r}?", 2)
     elif len(arguments) < len(words):
         _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
         _run(_run_vllm, arguments)
+
+
+def _end_quietly() -> None:
+    """Triton prints a page about its own leaks when the interpreter has ended."""
+    with suppress(ValueError, OSError):  # The streams may be closed.
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _version_line() -> str:
@@ -62,11 +81,32 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Prints errors that a user can fix as one message; other errors keep their traceback."""
     try:
         command(arguments)
-    except OmniError as error:
+    except Exception as error:
+        if _report_broken_companions(error):
+            sys.exit(1)
+        if not isinstance(error, OmniError):
+            raise
         logging.getLogger("vllm.omni").debug("The command failed.", exc_info=True)
         _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+
+
+def _report_broken_companions(error: BaseException) -> bool:
+    """Prints what `doctor` finds, if the error is of a library that was built for another torch; whether it is."""
+    from vllm_omni.entrypoints.cli.doctor import COMPANIONS, check_companions
+
+    modules = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        modules |= {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)}
+        cause = cause.__cause__ or cause.__context__
+    if not {module.partition(".")[0] for module in modules} & set(COMPANIONS):
+        return False
+    broken = [finding for finding in check_companions() if finding.level != "OK"]
+    for finding in broken:
+        finding.print(sys.stderr)
+    return bool(broken)
 
 
 def _fail(message: str, code: int) -> None:
@@ -77,11 +117,15 @@ def _fail(message: str, code: int) -> None:
 def _serve(arguments: list[str]) -> None:
     require_vllm()
     from vllm_omni.entrypoints import omni_base
+    from vllm_omni.metrics.logs import get_logger, log_quietly
 
     # Importing vLLM takes seconds: the fork server is forked from this process after it. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
     late = ("-h", "--help", "--log-", "--config")
     is_late = any(argument.startswith(late) for argument in arguments)
+    if not is_late:
+        log_quietly()
+        get_logger(__name__).info("%s: importing vLLM", _version_line())
     server = None if is_late else omni_base.start_fork_server(from_this_process=True)
     try:
         gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.
@@ -146,7 +190,7 @@ def _playground(arguments: list[str]) -> None:
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UsageError("the playground needs Gradio: pip install 'vllm-omni[ui]'") from error
+        raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
     from vllm_omni.entrypoints.playground.command import run_playground
 
     run_playground(arguments)
@@ -165,6 +209,7 @@ _QUIET = {
 
 def _run_vllm(arguments: list[str]) -> None:
     require_vllm()
+    name_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()

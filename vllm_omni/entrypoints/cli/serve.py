@@ -28,6 +28,8 @@ from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
+from vllm_omni.extras import install_command
+from vllm_omni.metrics.logs import log_loudly, log_quietly
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
 from vllm_omni.orchestrator.fork_server import ForkServer
 
@@ -144,7 +146,7 @@ def _check(parsed: ParsedCommand) -> None:
 
 def _check_playground(args: argparse.Namespace) -> None:
     if not importlib.util.find_spec("gradio"):
-        raise UsageError("--playground needs Gradio: pip install 'vllm-omni[ui]'")
+        raise UsageError(f"--playground needs Gradio: {install_command('ui')}")
     if args.uds:
         raise UsageError("--playground: browsers cannot reach --uds; run `vllm-omni playground` beside a --port")
     if api_keys(args) and not args.playground_auth:
@@ -196,6 +198,10 @@ def make_omni_args(parsed: ParsedCommand) -> OmniArgs:
 
 def set_up_logging(parsed: ParsedCommand) -> None:
     """Sets up logging, through the environment also for the stages, which start before they get arguments."""
+    if parsed.explicit.keys() & {"log_level", "log_config_file", "logging_config"}:
+        log_loudly()
+    else:
+        log_quietly()
     config = configure_logging_from_args(parsed.args)
     os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
     if config.pylogging_config_file:

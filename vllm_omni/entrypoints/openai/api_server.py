@@ -35,9 +35,11 @@ from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
@@ -63,6 +65,7 @@ router = APIRouter()
 
 async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     """The application for a pipeline; `args` are those of `vllm serve`."""
+    client.limits = limits_from(args, RequestLimits)
     root = logging.getLogger()
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
@@ -76,6 +79,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in refused]
     for path, message in refused.items():
         _refuse(app, path, message)
+    bound_json_routes(app)
     app.middleware_stack = None  # vLLM has built it; it is built again with ours, at the first request.
     register_error_handlers(app)
     add_middleware(app, args)
@@ -224,7 +228,7 @@ class StageStatus(BaseModel):
         description="The stage, as the stage configuration names it; with `.0`, `.1`, ... where it has replicas.",
         examples=["stage0"],
     )
-    status: str = Field(description="`starting`, `ready`, `restarting` or `dead`.", examples=["ready"])
+    status: str = Field(description="`starting`, `ready`, `unresponsive`, `restarting` or `dead`.", examples=["ready"])
     step_timeout_s: float | None = Field(
         None, description="Seconds after which a step that hangs ends its process.", examples=[300.0]
     )
@@ -255,7 +259,8 @@ class HealthResponse(BaseModel):
 @router.get("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(raw_request: Request) -> JSONResponse:
-    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts or is dead, or it shuts down."""
+    """Whether the server takes requests: 200 if so, 503 while a stage starts, restarts, is dead or does not answer, or
+    it shuts down."""
     client: OmniEngineClient = raw_request.app.state.engine_client
     replicas = client.llm.health()
     stages = [

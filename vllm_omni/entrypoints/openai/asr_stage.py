@@ -13,7 +13,6 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -85,15 +84,18 @@ class ASRStage:
                     yield event.text
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
-        """The transcript of a sound of a conversation; with the settings and errors of `transcribe`."""
-        key = (
-            RequestContext.current().owner,
-            hashlib.sha256(url.encode()).digest(),
-            tuple(sorted(settings.items())),
-        )
+        """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of
+        `transcribe`.
+
+        A sound at an address is fetched each time, because it may have changed.
+        """
+        sound = None if url[:5].lower() == "data:" else await self._media.sound(url, parameter)
+        digest = await asyncio.to_thread(_digest, url, sound)
+        key = (RequestContext.current().owner, digest, tuple(sorted(settings.items())))
         task = self._transcripts.get(key)
         if task is None:
-            task = self._transcripts[key] = asyncio.create_task(self._fetch_transcript(url, parameter, settings))
+            task = asyncio.create_task(self._fetch_transcript(url, sound, parameter, settings))
+            self._transcripts[key] = task
         self._transcripts.move_to_end(key)
         if len(self._transcripts) > MAX_TRANSCRIPTS:
             self._transcripts.popitem(last=False)
@@ -104,27 +106,24 @@ class ASRStage:
                 self._transcripts.pop(key, None)  # It is tried again.
             raise
 
-    async def _fetch_transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
-        sound = await self._media.sound(url, parameter)
+    async def _fetch_transcript(
+        self, url: str, sound: tuple[np.ndarray, float] | None, parameter: str, settings: Mapping[str, Any]
+    ) -> str:
+        if sound is None:
+            sound = await self._media.sound(url, parameter)
         async with aclosing(self.transcribe(sound, settings, new_id("transcription"))) as deltas:
             return "".join([delta async for delta in deltas]).strip()
 
-    async def as_text(self, messages: Sequence[Any], settings: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+    async def as_text(self, messages: Sequence[Any]) -> list[Any]:
         """Messages with the transcript in the place of each sound.
 
         Args:
             messages: As `read_messages` returns them.
-            settings: Values of the stage's parameters for each sound, in their order; empty: none for any.
 
         Raises as `transcript`.
         """
         sounds = list(_find_sounds(messages))
-        texts = await asyncio.gather(
-            *(
-                self._read_sound(url, f"messages[{i}].content[{j}]", given)
-                for (i, j, url), given in zip(sounds, settings or [{}] * len(sounds), strict=True)
-            )
-        )
+        texts = await asyncio.gather(*(self.transcript(url, f"messages[{i}].content[{j}]", {}) for i, j, url in sounds))
         made = list(messages)
         for i in {i for i, _, _ in sounds}:
             made[i] = {**messages[i], "content": list(messages[i]["content"])}
@@ -132,11 +131,13 @@ class ASRStage:
             made[i]["content"][j] = {"type": "text", "text": text}
         return made
 
-    async def _read_sound(self, url: str, where: str, settings: Mapping[str, Any]) -> str:
-        text = await self.transcript(url, where, settings)
-        if not text:
-            raise VLLMValidationError("this sound has no speech", parameter=where)
-        return text
+
+def _digest(url: str, sound: tuple[np.ndarray, float] | None) -> bytes:
+    """The digest of a sound, or of the data URI that contains it."""
+    if sound is None:
+        return hashlib.sha256(url.encode()).digest()
+    samples, sample_rate = sound
+    return hashlib.sha256(f"{sample_rate} ".encode() + samples.tobytes()).digest()
 
 
 def _find_sounds(messages: Sequence[Any]) -> Iterator[tuple[int, int, str]]:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal, Self, cast
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
@@ -21,13 +21,13 @@ from vllm.entrypoints.openai.completion.api_router import create_completion as v
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
+from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
@@ -161,17 +161,17 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         """Completes what `from_vllm` returned."""
         self.default_modalities = default_modalities
         self.transcripts = Transcripts()
-        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer))
+        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer, self.client))
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
         """Answers a chat. Who reads a stream first awaits the context's `started`, or early errors are lines in it."""
         assert isinstance(request, OmniChatCompletionRequest)
-        request.messages = self.transcripts.fill_in(request.messages)
+        context = RequestContext.current()
+        request.messages = self.transcripts.fill_in(request.messages, context.owner)
         if self.asr_stage is not None:
             request.messages = await self.asr_stage.as_text(request.messages)
-        context = RequestContext.current()
         context.options = read_options(request, self.client, self.default_modalities)
         return await super().create_chat_completion(request, raw_request)
 
@@ -227,15 +227,22 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 
 
 class _Renderer:
-    """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client."""
+    """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client, and has tokens of media counted."""
 
-    def __init__(self, renderer: OnlineRenderer) -> None:
+    def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
         self._renderer = renderer
+        processor = client.renderer.mm_processor
+        self._media_tokens = None
+        if processor is not None:
+            self._media_tokens = MediaTokens(processor, client.model_config.max_model_len)
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
+        context = RequestContext.current()
+        context.media_tokens = self._media_tokens if is_harmless else None
+        context.reads_sound_in_video = bool((request.mm_processor_kwargs or {}).get("use_audio_in_video"))
         try:
             return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
         except VLLMClientError:
@@ -343,7 +350,6 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
 
 router = APIRouter()
 _ROUTE: dict[str, Any] = {
-    "dependencies": [Depends(validate_json_request)],
     "responses": {HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
 }
 

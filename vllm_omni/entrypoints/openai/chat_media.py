@@ -7,9 +7,9 @@ import asyncio
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
@@ -29,6 +29,8 @@ from vllm_omni.stage.spoken_reply import read_spoken
 
 MAX_UNSENT_BYTES = 1 << 20
 
+Item = TypeVar("Item")
+
 LIFETIME_S = 3600
 MAX_TRANSCRIPT_BYTES = 16 << 20
 """Of each API key, as Python holds them."""
@@ -37,8 +39,8 @@ MAX_TRANSCRIPT_BYTES = 16 << 20
 class Transcripts:
     """Texts of earlier speech, for later turns that name it by `audio.id`, as in OpenAI's API.
 
-    Those of the last hour, at most `MAX_TRANSCRIPT_BYTES` of each API key. Ids are random: one client cannot guess
-    another's. For the event loop.
+    Those of the last hour, at most `MAX_TRANSCRIPT_BYTES` of each API key, for requests with that key. Ids are random:
+    without keys one client cannot guess another's. For the event loop.
     """
 
     def __init__(self) -> None:
@@ -57,22 +59,23 @@ class Transcripts:
             self._num_bytes[owner] -= sys.getsizeof(oldest)
         return int(now + LIFETIME_S)
 
-    def fill_in(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages, with the text of those that have only an `audio`.
+    def fill_in(self, messages: Sequence[Any], owner: bytes) -> list[Any]:
+        """The messages of a request, with the text of those that have only an `audio`.
 
         Raises:
-            VLLMValidationError: There is no audio with its id, or it has expired, and it has no transcript.
+            VLLMValidationError: The owner has no audio with its id, or it has expired, and it has no transcript.
         """
-        return [self._with_text(message, i) for i, message in enumerate(messages)]
+        return [self._with_text(message, i, owner) for i, message in enumerate(messages)]
 
-    def _with_text(self, message: Any, index: int) -> Any:
+    def _with_text(self, message: Any, index: int, owner: bytes) -> Any:
         audio = message.get("audio") if isinstance(message, dict) else None
         if audio is None or message.get("content"):
             return message
         own = audio if isinstance(audio, dict) else {}
         audio_id, transcript = own.get("id"), own.get("transcript")
-        found = [kept[audio_id] for kept in self._kept.values() if isinstance(audio_id, str) and audio_id in kept]
-        expiry, kept_transcript = found[0] if found else (0.0, "")
+        expiry, kept_transcript = 0.0, ""
+        if owner in self._kept and isinstance(audio_id, str):
+            expiry, kept_transcript = self._kept[owner].get(audio_id, (0.0, ""))
         if expiry > time.time():
             transcript = kept_transcript
         if not isinstance(transcript, str):
@@ -206,7 +209,7 @@ class MediaStream(ChatMedia):
         self._blank = ""  # White space, which is part of the transcript if text follows.
         self._has_unspoken = False
         self._speaks = "audio" in self._options.modalities
-        self._lines = _LineQueue()
+        self._lines: UnsentQueue[Line] = UnsentQueue(len)
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
         self._has_role = self._options.shows_text
@@ -338,25 +341,28 @@ class MediaStream(ChatMedia):
         return self._encoders[stage_id]
 
 
-class _LineQueue(asyncio.Queue[Line | None]):
-    """The lines that have not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
+class UnsentQueue(asyncio.Queue[Item | None], Generic[Item]):
+    """What has not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
 
-    _num_bytes = 0
-    _is_closed = False
+    def __init__(self, num_bytes_of: Callable[[Item], int]) -> None:
+        super().__init__()
+        self._num_bytes_of = num_bytes_of
+        self._num_bytes = 0
+        self._is_closed = False
 
     def full(self) -> bool:
         return self._num_bytes >= MAX_UNSENT_BYTES and not self._is_closed
 
     def close(self) -> None:
-        """The reader gets None after the last line."""
+        """The reader gets None after the last item."""
         self._is_closed = True
         self.put_nowait(None)
 
-    def _put(self, item: Line | None) -> None:
-        self._num_bytes += len(item or "")
+    def _put(self, item: Item | None) -> None:
+        self._num_bytes += 0 if item is None else self._num_bytes_of(item)
         super()._put(item)
 
-    def _get(self) -> Line | None:
+    def _get(self) -> Item | None:
         item = super()._get()
-        self._num_bytes -= len(item or "")
+        self._num_bytes -= 0 if item is None else self._num_bytes_of(item)
         return item

@@ -103,7 +103,7 @@ class CustomVoices:
         if request.name.lower() in self._client.voices:
             raise VLLMValidationError(f"{request.name!r} is a voice of the model; choose another", parameter="name")
         self.store.check_name(request.name, owner)
-        samples, rate = await self._media.sound(request.audio_sample, "audio_sample")
+        samples, rate = await self._media.voice(request.audio_sample, "audio_sample")
         self._check_seconds(len(samples) / rate)
         prompt = OmniPrompt(
             prompt=_TRIAL_TEXT,

@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMNotFoundError
 from vllm_omni import __version__
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info, served_names
@@ -136,7 +137,7 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
 
 def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     first = final_stage(client.config, client.config.output_types[0])
-    has_chat = client.has_renderer or (first is not None and not first.runs_vllm)
+    has_chat = client.has_renderer or (first is not None and can_chat(first))
     has_chat = has_chat and not client.only_transcribes
     made = ["/v1/chat/completions"] if has_chat else []
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]

@@ -29,6 +29,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -44,6 +45,11 @@ from vllm_omni.outputs import OmniRequestOutput
 _FILES = {"image": "png", "video": "mp4"}
 _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prompt_logprobs")
 """Fields that are refused, because a client relies on their effect."""
+
+
+def can_chat(stage: OmniStageConfig) -> bool:
+    """Whether a final stage answers a chat whose messages no stage reads: a diffusion model, with what it paints."""
+    return stage.kind == "DiT"
 
 
 class DiffusionChat(DiffusionEndpoint):
@@ -63,8 +69,11 @@ class DiffusionChat(DiffusionEndpoint):
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
         assert isinstance(request, OmniChatCompletionRequest)
         self.check_model(request.model)
-        if self.stage.runs_vllm:
-            raise VLLMValidationError("this model reads no conversation; POST /v1/audio/speech speaks a text")
+        if not can_chat(self.stage):
+            raise VLLMValidationError(
+                "this model reads no conversation; POST /v1/audio/speech speaks a text; see GET /v1/pipeline",
+                parameter="model",
+            )
         for name in _FOR_TEXT:
             if getattr(request, name) and not _is_plain_text(getattr(request, name)):
                 raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)

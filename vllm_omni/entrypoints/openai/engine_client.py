@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -28,9 +29,11 @@ from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
+from vllm_omni.entrypoints.openai.stage_params import check_grammar
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
-from vllm_omni.errors import OmniError, PipelineClosedError
+from vllm_omni.errors import InvalidRequestError, OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt, SpokenText
 from vllm_omni.metrics.stats import StageMetrics
@@ -161,6 +164,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         config: Its stages.
         voices: The names of its voices in requests.
         recent: The requests that were completed last.
+        limits: Those of a request.
         stage: The vLLM stage that reads and samples prompts; None if there is none.
         vllm_config, model_config, renderer, input_processor: Those of `stage`; only where the pipeline `has_renderer`.
         default_sampling_params: Its default sampling parameters; only there, too.
@@ -181,6 +185,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         self.config = llm.config
         self.voices = Voices(llm.voices, voice_map or {})
         self.recent = RecentRequests()
+        self.limits = RequestLimits()
         self._gate = Gate()
         self._shutdown_timeout = shutdown_timeout
         self.stage = llm.builder.prompt_stage
@@ -220,8 +225,18 @@ class OmniEngineClient(_UnsupportedEngineClient):
             OmniError: The request was refused, or failed.
         """
         started, context = time.monotonic(), RequestContext.current()
+        self._check_grammars(sampling_params_list, request_id)
+        fields = {**(options.pop("request_fields", None) or {}), "owner": context.owner.hex()}
         with self._gate:
-            events = self.llm.generate(prompt, sampling_params_list, request_id, hold=context.hold, **options)
+            events = self.llm.generate(
+                prompt,
+                sampling_params_list,
+                request_id,
+                hold=context.hold,
+                place=context.take_place(),
+                request_fields=fields,
+                **options,
+            )
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ErrorEvent):
@@ -231,6 +246,16 @@ class OmniEngineClient(_UnsupportedEngineClient):
                             request_id, RecentRequest(context.owner, started, event.outputs[0].stage_metrics)
                         )
                     yield event
+
+    def _check_grammars(
+        self, sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams, request_id: str | None
+    ) -> None:
+        is_list = isinstance(sampling_params_list, Sequence)
+        for params in cast("Sequence[Any]", sampling_params_list) if is_list else [sampling_params_list]:
+            try:
+                check_grammar(params, self.limits)
+            except ValueError as error:
+                raise InvalidRequestError(str(error), request_id or "") from error
 
     def generate(  # type: ignore[override]
         self,
@@ -348,14 +373,27 @@ class OmniEngineClient(_UnsupportedEngineClient):
         return PipelineClosedError("the server is shutting down")
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuses a request before it is rendered and its media are fetched.
+        """Refuses a request before it is rendered and its media are fetched, or takes its place in the queue, which it
+        has until its next request to the engine. So what an endpoint does before that costs no request its place.
+
+        Args:
+            n: Sequences that it has.
 
         Raises:
+            VLLMValidationError: They are too many.
             PipelineFullError: The queue is full.
             PipelineClosedError: The server is shutting down.
         """
         self._gate.check()
-        self.llm.check_room()
+        if n > self.limits.max_n:
+            raise VLLMValidationError(
+                f"n is {n}; a request may have at most {self.limits.max_n} ({flag('max_n')})", parameter="n", value=n
+            )
+        context = RequestContext.current()
+        if not context.is_answering:
+            self.llm.check_room(n)
+        elif context.place is None:
+            context.place = self.llm.reserve(n)
 
     async def check_health(self) -> None:
         """`/health` checks each stage."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of answers that name them by URL: each is kept for a time, for whoever knows its name.
 
-Limited in number, bytes and time, for each API key by itself. A name is random and cannot be guessed, so that a file is
-downloaded without a key. Does not know what the files are. For use from one event loop.
+Limited in number, bytes and time, for each API key by itself, and in bytes for all keys. A name is random and cannot be
+guessed, so that a file is downloaded without a key. Does not know what the files are. For use from one event loop.
 """
 
 import asyncio
@@ -55,6 +55,7 @@ class FileStore:
         """
         self._max_files = limits.max_stored_images
         self._max_bytes = limits.max_stored_image_bytes
+        self._max_total_bytes = limits.max_total_stored_image_bytes
         self._keep_s = limits.image_expires_after_s
         self._files: dict[str, StoredFile] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
@@ -71,7 +72,7 @@ class FileStore:
             Their names.
 
         Raises:
-            OmniHTTPError: They are more than are kept of one owner.
+            OmniHTTPError: They are more than are kept of one owner, or those of others leave no room.
             OSError: They cannot be written.
         """
         self._check_size(contents)
@@ -92,6 +93,15 @@ class FileStore:
             self._files[file.name] = file
             self._expiries[file.name] = loop.call_later(self._keep_s, self._remove, file)
         self._make_room(owner)
+        if files[0].name not in self._files:
+            for file in files:
+                if file.name in self._files:
+                    self._remove(file)
+            raise OmniHTTPError(
+                f"the server keeps {self._max_total_bytes} bytes of images ({flag('max_total_stored_image_bytes')}), "
+                "which those of other clients take; try again later, or request response_format b64_json",
+                HTTPStatus.INSUFFICIENT_STORAGE,
+            )
         return [file.name for file in files]
 
     def path(self, name: str) -> Path:
@@ -124,8 +134,10 @@ class FileStore:
     def _make_room(self, owner: bytes) -> None:
         own = [file for file in self._files.values() if file.owner == owner]
         num_files, num_bytes = len(own), sum(file.num_bytes for file in own)
+        num_bytes_of_others = sum(file.num_bytes for file in self._files.values()) - num_bytes
+        max_bytes = min(self._max_bytes, self._max_total_bytes - num_bytes_of_others)
         for file in own:
-            if num_files > self._max_files or num_bytes > self._max_bytes:
+            if num_files > self._max_files or num_bytes > max_bytes:
                 num_files, num_bytes = num_files - 1, num_bytes - file.num_bytes
                 self._remove(file)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forces a model that speaks what it writes to write a given text, and so to speak it.
 
-A grammar of vLLM's structured outputs allows the text's tokens only, one after the other. They are those of the
-tokenizer, as in training, and not others with the same spelling; control tokens in the text are plain text. The prompt
-does not contain the text, so the text cannot act as a prompt.
+Of each position only the text's token can be sampled (`engine/grammars.py`). The tokens are those of the tokenizer, as
+in training, and not others with the same spelling; control tokens in the text are plain text. The prompt does not
+contain the text, so the text cannot act as a prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
 REQUEST = "Read the text aloud, word for word."
@@ -36,7 +36,7 @@ class ForcedTextBuilder:
         self._max_model_len = max_model_len
 
     async def prepare(self, text: str, instructions: str | None = None) -> tuple[EngineInput, SamplingParams]:
-        """The prompt of the stage that writes the text, and its sampling parameters, which allow only the text.
+        """The prompt of the stage that writes the text, which allows only the text, and its sampling parameters.
 
         Args:
             instructions: How to speak it: the system message. None: the chat template's own, if it has one.
@@ -53,12 +53,8 @@ class ForcedTextBuilder:
                 f"{self._max_model_len}; send it in parts",
                 parameter="input",
             )
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=len(token_ids) + 1,  # and the end of the reply
-            structured_outputs=StructuredOutputsParams(grammar=token_grammar(token_ids)),
-        )
-        return engine_input, params
+        params = SamplingParams(temperature=0.0, max_tokens=len(token_ids) + 1)  # and the end of the reply
+        return cast(EngineInput, {**engine_input, "forced_token_ids": token_ids}), params
 
     def _tokenize(self, text: str) -> list[int]:
         with self._lock:
@@ -72,15 +68,3 @@ class ForcedTextBuilder:
             raise VLLMValidationError(answer.error.message, parameter=answer.error.param)
         _, (engine_input,) = answer
         return engine_input
-
-
-def token_grammar(token_ids: list[int]) -> str:
-    """An EBNF grammar, as xgrammar reads it, of the one reply that has these tokens.
-
-    xgrammar caches rules that several grammars share, and does not tell apart rules that differ only in the ids of
-    their tokens (up to 0.2.8): a text would get the tokens of an earlier one. So each rule has its id as a text, too,
-    without effect: after a rule that never ends, and so matches nothing.
-    """
-    rules = [f'token{token_id} ::= Token({token_id}) | never "{token_id}"' for token_id in dict.fromkeys(token_ids)]
-    root = "root ::= " + " ".join(f"token{token_id}" for token_id in token_ids)
-    return "\n".join([*rules, 'never ::= never "x"', root])

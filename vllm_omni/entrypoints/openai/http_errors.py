@@ -4,12 +4,14 @@
 Knows the errors of the pipeline and of the web framework; no endpoint.
 """
 
+import errno
 import logging
 import math
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -17,9 +19,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
-from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 
 from vllm_omni.errors import (
     InvalidRequestError,
@@ -48,6 +50,11 @@ _STATUS: dict[type[OmniError], HTTPStatus] = {
     PipelineClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
     RequestAbortedError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
+_MAX_MESSAGE, _MAX_NAME = 4000, 100  # characters
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+_CLOSED_RETRY_S = 1.0
+"""Of a server that shuts down: another one, or the next one at its address, may take the request."""
 
 
 _COMMON = (
@@ -92,7 +99,8 @@ def to_http_error(error: OmniError | OmniHTTPError) -> OmniHTTPError:
     if isinstance(error, StageDeadError):
         text = "the stage that held the request failed and restarts; send the request again"
         return OmniHTTPError(text, status, error.retry_after_s)
-    return OmniHTTPError(str(error), status)
+    is_closed = isinstance(error, PipelineClosedError | RequestAbortedError)
+    return OmniHTTPError(str(error), status, _CLOSED_RETRY_S if is_closed else None)
 
 
 def _log_failure(error: OmniError) -> str:
@@ -106,12 +114,33 @@ def _log_failure(error: OmniError) -> str:
     return f"request {error.request_id} {kind}{where}; see the server's log"
 
 
+def error_body(error: OmniHTTPError | VLLMClientError) -> ErrorResponse:
+    """An error in vLLM's form, as in answers; for streams and batches, whose status is another."""
+    body = create_error_response(error)
+    if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError):
+        body.error.message = sanitize_message(_clip(str(error.args[0])))  # vLLM appends the parameter and the value.
+    body.error.message, body.error.type = _clip(body.error.message), _type_of(HTTPStatus(body.error.code))
+    return body
+
+
 def error_response(
-    message: str, status: HTTPStatus, headers: dict[str, str] | None = None, parameter: str | None = None
+    message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None, parameter: str | None = None
 ) -> JSONResponse:
-    """An error in vLLM's form, for middleware, where no handler is called."""
-    info = ErrorInfo(message=message, type=status.phrase, code=status.value, param=parameter)
+    """The answer with an error in vLLM's form."""
+    info = ErrorInfo(
+        message=sanitize_message(_clip(message)), type=_type_of(status), code=status.value, param=parameter
+    )
     return JSONResponse(ErrorResponse(error=info).model_dump(), status.value, headers)
+
+
+def _type_of(status: HTTPStatus) -> str:
+    """vLLM's `type` of an error: `BadRequestError`, `NotFoundError`."""
+    return status.phrase.replace(" ", "").replace("-", "").removesuffix("Error") + "Error"
+
+
+def _clip(text: str, limit: int = _MAX_MESSAGE) -> str:
+    """Errors quote what was sent, which may be long."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def describe_errors(*others: HTTPStatus) -> dict[int | str, dict[str, Any]]:
@@ -137,6 +166,8 @@ def register_error_handlers(app: FastAPI) -> None:
         HTTPException: _on_framework_error,
         fastapi.HTTPException: _on_framework_error,
         RequestValidationError: _on_wrong_fields,
+        VLLMClientError: _on_client_error,
+        OSError: _on_system_error,
         RecursionError: _on_recursion_error,
         Exception: on_unknown_error,
     }
@@ -146,19 +177,42 @@ def register_error_handlers(app: FastAPI) -> None:
 
 async def _on_error(request: Request, error: OmniError | OmniHTTPError) -> JSONResponse:
     error = to_http_error(error)
-    return error_response(sanitize_message(error.message), error.http_status, error.headers)
+    return error_response(error.message, error.http_status, error.headers)
+
+
+async def _on_client_error(request: Request, error: VLLMClientError) -> JSONResponse:
+    _log_stack(request, error)
+    body = error_body(error)
+    return JSONResponse(body.model_dump(), body.error.code)
 
 
 async def _on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
-    """vLLM's answer, also to an unknown path or method, with the framework's headers."""
-    response = await http_exception_handler(request, cast(fastapi.HTTPException, error))
-    response.headers.update(error.headers or {})
-    return response
+    """Answers errors of the framework, an unknown path or method among them, with its headers."""
+    _log_stack(request, error)
+    return error_response(error.detail, HTTPStatus(error.status_code), error.headers)
+
+
+def _log_stack(request: Request, error: Exception) -> None:
+    """Logs the stack if `--log-error-stack` asks for it, as vLLM's handlers do."""
+    if request.app.state.args.log_error_stack:
+        logger.error("a request was refused", exc_info=error)
 
 
 async def _on_wrong_fields(request: Request, error: RequestValidationError) -> JSONResponse:
+    _log_stack(request, error)
     message, parameter = describe_wrong_fields(error.errors())
-    return error_response(sanitize_message(message), HTTPStatus.BAD_REQUEST, parameter=parameter)
+    return error_response(message, HTTPStatus.BAD_REQUEST, parameter=parameter)
+
+
+async def _on_system_error(request: Request, error: OSError) -> JSONResponse:
+    if error.errno not in _NO_ROOM:
+        raise error
+    logger.error("a request failed: no room for its files", exc_info=error)
+    return error_response(
+        f"the server has no room for the files of this request; make some in {tempfile.gettempdir()}, or set TMPDIR to "
+        "another folder",
+        HTTPStatus.INSUFFICIENT_STORAGE,
+    )
 
 
 def describe_wrong_fields(errors: Sequence[Any]) -> tuple[str, str | None]:
@@ -166,15 +220,19 @@ def describe_wrong_fields(errors: Sequence[Any]) -> tuple[str, str | None]:
 
     Args:
         errors: Those of pydantic; of a union those of each alternative.
+
+    Returns:
+        The sentence; and the field, as in `messages[0].content`, or None if it is the body itself.
     """
     paths = [_path_of(found) for found in errors]
     # What was given is most like the alternative that was read furthest.
     same_field = [path for path in paths if path[:1] == paths[0][:1]]
     path = max(same_field, key=len)
     reasons = dict.fromkeys(_reason(found) for found, at in zip(errors, paths, strict=True) if at == path)
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-    place = str(next(iter(errors[0]["loc"]), "body"))  # or query, path, header
-    return f"{field or f'the {place}'} {', or '.join(reasons)}", ".".join([place, *map(str, path)])
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{_clip(part, _MAX_NAME)}" for part in path)
+    field = field.removeprefix(".")
+    place = next(iter(errors[0]["loc"]), "body")  # or query, path, header
+    return f"{field or f'the {place}'} {', or '.join(reasons)}", field or None
 
 
 def _path_of(found: Mapping[str, Any]) -> tuple[str | int, ...]:

@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -267,7 +267,7 @@ def _size_of(file: bytes) -> str:
 router = APIRouter(lifespan=closing_store("image"))
 
 
-@router.post("/v1/images/generations", dependencies=[Depends(validate_json_request)], responses=_IMAGE_RESPONSES)
+@router.post("/v1/images/generations", responses=_IMAGE_RESPONSES)
 @with_cancellation
 @load_aware_call
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:

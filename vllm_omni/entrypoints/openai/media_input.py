@@ -5,36 +5,43 @@ vLLM's own rules remain: `--allowed-media-domains`, `--allowed-local-media-path`
 
 - Addresses: the one that is connected to is checked, of every redirect too. So a host name that resolves to another
   address the next time (DNS rebinding) and an encoded address (decimal, octal, IPv4 within IPv6) are refused.
+- Memory: what a part takes when it is decoded is taken of a budget before, by its header, see `media_budget.py`.
 - Formats: FFmpeg opens every format that it recognizes. Some (playlists) name other files and hosts, and it depends on
-  FFmpeg's build whether it opens them. So it gets only containers that hold their media themselves.
+  FFmpeg's build whether it opens them. So it gets only containers that hold their media themselves. Nor are images
+  read that contain another image, whose size their header does not say.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import functools
 import ipaddress
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import aiohttp
 import av
 import numpy as np
 import pybase64
+import soundfile
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.connector import Connection
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from vllm import envs
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
-from vllm.multimodal.image import open_image
+from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 from vllm.multimodal.media import (
     MEDIA_CONNECTOR_REGISTRY,
     AudioMediaIO,
@@ -44,10 +51,14 @@ from vllm.multimodal.media import (
     VideoMediaIO,
 )
 from vllm.multimodal.media.base import MediaIO
+from vllm.multimodal.video import VideoLoader
+from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata
 
 from vllm_omni.engine.images import OmniImageIO
+from vllm_omni.entrypoints.openai.media_budget import MediaBudget, MediaShare
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -55,6 +66,19 @@ CONNECTOR_NAME = "omni"
 
 MIN_AUDIO_SECONDS = 0.025
 """The shortest sound that is read: a window of the models' spectrograms."""
+
+SILENCE_RATE = 16_000
+"""Samples a second of what is read as the sound of a video that has none."""
+
+IMAGE_PIXEL_BYTES, FRAME_PIXEL_BYTES, SAMPLE_BYTES = 4, 3, 4
+"""As Pillow, vLLM's readers of videos, and those of sounds keep them."""
+
+_IMAGE_FORMATS = tuple({*ALLOWED_IMAGE_FORMATS} - {"BLP", "ICNS", "ICO", "IPTC"})
+"""Without those that may contain another image, of any size."""
+
+_FLAC = b"fLaC"
+_FLAC_COUNT = 18
+"""The offset of the 8 bytes of a FLAC file whose last 36 bits are its number of samples; 0: unknown."""
 
 _BASE64 = ";base64,"
 _MAX_DATA_HEADER = 1000
@@ -65,7 +89,7 @@ _ID3 = b"ID3"
 _CONTAINERS: tuple[tuple[int, bytes], ...] = (
     (0, b"RIFF"),  # WAV, AVI
     (0, b"RF64"),
-    (0, b"fLaC"),
+    (0, _FLAC),
     (0, b"OggS"),  # Vorbis, Opus, Theora
     (0, b"\x1a\x45\xdf\xa3"),  # Matroska, WebM
     (0, b"FORM"),  # AIFF
@@ -85,7 +109,9 @@ _CONTAINER_NAMES = "WAV, MP3, FLAC, Ogg, AAC, MP4, WebM, Matroska, AVI, QuickTim
 def install(args: argparse.Namespace) -> None:
     """Registers our connector with vLLM, at the program's start. A connector that the user chose stays."""
     connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
-    make = partial(OmniMediaConnector, connection=connection, limits=limits_from(args, RequestLimits))
+    limits = limits_from(args, RequestLimits)
+    budget = MediaBudget(limits.max_decoded_bytes, limits_from(args, ServerLimits).max_total_decoded_bytes)
+    make = partial(OmniMediaConnector, connection=connection, limits=limits, budget=budget)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
     chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
     if chosen != CONNECTOR_NAME:
@@ -95,10 +121,11 @@ def install(args: argparse.Namespace) -> None:
 class OmniMediaConnector(MediaConnector):
     """Counts and checks every media part. A wrong one is the client's error, which names the part."""
 
-    def __init__(self, *args: Any, limits: RequestLimits, **kwargs: Any) -> None:
-        """Takes the arguments of `MediaConnector`, and the limits of a request."""
+    def __init__(self, *args: Any, limits: RequestLimits, budget: MediaBudget, **kwargs: Any) -> None:
+        """Takes the arguments of `MediaConnector`, the limits of a request, and the server's budget."""
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._budget = budget
 
     def load_from_url(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
         guarded, label = self._guard(url, media_io)
@@ -106,6 +133,9 @@ class OmniMediaConnector(MediaConnector):
             return super().load_from_url(url, guarded, fetch_timeout=fetch_timeout)
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
+        kept = RequestContext.current().kept_sounds.get(url)
+        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits of its session.
+            return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
@@ -128,7 +158,7 @@ class OmniMediaConnector(MediaConnector):
             )
         address = f"{url[:48]!r}{'...' if len(url) > 48 else ''}"
         label = f"media part {context.num_media_parts} of the request, {kind_of(media_io)} {address}"
-        return GuardedMediaIO(media_io, self._limits, label), label
+        return GuardedMediaIO(media_io, self._limits, label, self._budget, context), label
 
 
 @contextlib.contextmanager
@@ -142,7 +172,7 @@ def _client_errors(label: str, kind: str) -> Iterator[None]:
     except VLLMValidationError as error:
         error.parameter = error.parameter or f"{kind}_url"  # Of an `AddressGuard`.
         raise
-    except VLLMClientError:
+    except (VLLMClientError, OmniError):
         raise
     except (OSError, aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or "it took too long"
@@ -167,20 +197,38 @@ class GuardedMediaIO(MediaIO[Any]):
         media_io: Reads media that has passed the checks.
         limits: Checked before decoding.
         label: Names the media in messages.
+        budget: Of decoded media.
+        context: Of the request.
+        is_frame: Whether it reads the images of a video.
     """
 
-    def __init__(self, media_io: MediaIO, limits: RequestLimits, label: str) -> None:
+    def __init__(
+        self,
+        media_io: MediaIO,
+        limits: RequestLimits,
+        label: str,
+        budget: MediaBudget,
+        context: RequestContext,
+        is_frame: bool = False,
+    ) -> None:
         self._media_io: MediaIO[Any] = media_io
         if isinstance(media_io, ImageMediaIO):
             self._media_io = OmniImageIO.from_vllm(media_io)
         self._limits = limits
         self._label = label
+        self._budget = budget
+        self._context = context
+        self._is_frame = is_frame
         self._parameter = f"{kind_of(media_io)}_url"
-        self._check = {"image": self._check_image, "audio": check_container, "video": self._check_video}[
+        self._read = {"image": self._read_image, "audio": self._read_sound, "video": self._read_video}[
             kind_of(media_io)
         ]
-        if isinstance(media_io, VideoMediaIO):  # A video may be a list of images.
-            media_io.image_io = GuardedMediaIO(media_io.image_io, limits, label)  # type: ignore[assignment]
+        if isinstance(media_io, VideoMediaIO):
+            loader: Any = type(media_io.video_loader)
+            media_io.video_loader = _reporting(loader)()
+            # A video may be a list of images.
+            image_io = GuardedMediaIO(media_io.image_io, limits, label, budget, context, is_frame=True)
+            media_io.image_io = image_io  # type: ignore[assignment]
 
     def get_max_bytes(self) -> int:
         own = self._media_io.get_max_bytes()
@@ -192,22 +240,15 @@ class GuardedMediaIO(MediaIO[Any]):
             VLLMValidationError: It is too large, of another kind, or broken.
         """
         self._check_num_bytes(len(data))
-        with self._client_errors():
-            self._check(data)
-            if isinstance(self._media_io, VideoMediaIO) and (whole := with_length(data)) is not data:
-                self._check(data := whole)
-            media = self._media_io.load_bytes(data)
-            if isinstance(self._media_io, VideoMediaIO) and not len(media.media[0]):
-                media = MediaWithBytes(read_single_frame(data), data)
-        if isinstance(self._media_io, AudioMediaIO):
-            self._check_seconds(len(media[0]) / media[1])
-        return media
+        with self._client_errors(), self._shared() as share:
+            return self._read(data, share)
 
     def load_base64(self, media_type: str, data: str) -> Any:
         self._check_num_bytes(len(data) * 3 // 4)
         with self._client_errors():
             if media_type.lower() == "video/jpeg":
-                return self._media_io.load_base64(media_type, data)
+                with self._shared() as share:
+                    return _counted(self._media_io.load_base64(media_type, data), share)
             decoded = decode_base64(data)
         return self.load_bytes(decoded)
 
@@ -224,7 +265,7 @@ class GuardedMediaIO(MediaIO[Any]):
         """Errors of reading the media as the client's."""
         try:
             yield
-        except (VLLMClientError, ImportError, MemoryError):
+        except (VLLMClientError, OmniError, ImportError, MemoryError):
             raise
         except Exception as error:  # Decoders raise many types (SyntaxError, cv2.error, struct.error, ...).
             logger.debug("%s cannot be read", self._label, exc_info=True)
@@ -245,12 +286,71 @@ class GuardedMediaIO(MediaIO[Any]):
                 "whose header says that it is empty has none)"
             )
 
-    def _check_image(self, data: bytes) -> None:
-        """Reads the header only."""
-        with open_image(BytesIO(data)) as image:
-            self._check_pixels(image, self._limits.max_image_pixels, "max_image_pixels")
+    @contextlib.contextmanager
+    def _shared(self) -> Iterator[MediaShare]:
+        """A share of the budget, which is released if this block fails."""
+        share = MediaShare(self._budget, self._context)
+        try:
+            yield share
+        except BaseException:
+            share.release()
+            raise
 
-    def _check_video(self, data: bytes) -> None:
+    def _read_image(self, data: bytes, share: MediaShare) -> Any:
+        try:
+            header = Image.open(BytesIO(data), formats=_IMAGE_FORMATS)
+        except UnidentifiedImageError:
+            raise ValueError("it is in none of the known formats (PNG, JPEG, WebP, GIF, TIFF, ...)") from None
+        with header as image:
+            self._check_pixels(image, self._limits.max_image_pixels, "max_image_pixels")
+            if not self._is_frame:
+                self._count_tokens("image", 1, image)
+            share.take(image.width * image.height * IMAGE_PIXEL_BYTES)
+        image = self._media_io.load_bytes(data)
+        share.release_with(image.media)
+        return image
+
+    def _read_sound(self, data: bytes, share: MediaShare) -> Any:
+        check_container(data)
+        if self._context.reads_sound_in_video and (seconds := seconds_of_silent_video(data)):
+            self._check_video(data)  # Its seconds.
+            share.take(round(seconds * SILENCE_RATE) * SAMPLE_BYTES)
+            sound: tuple[np.ndarray, float] = np.zeros(round(seconds * SILENCE_RATE), np.float32), SILENCE_RATE
+        else:
+            sound = self._decode_sound(with_num_samples(data), share)
+        self._check_seconds(len(sound[0]) / sound[1])
+        share.take(sound[0].nbytes)
+        share.release_with(sound[0])
+        return sound
+
+    def _decode_sound(self, data: bytes, share: MediaShare) -> tuple[np.ndarray, float]:
+        try:
+            info = soundfile.info(BytesIO(data))
+            share.take(info.frames * info.channels * SAMPLE_BYTES)
+            return self._media_io.load_bytes(data)
+        except soundfile.LibsndfileError:
+            return read_by_ffmpeg(data, share)
+
+    def _read_video(self, data: bytes, share: MediaShare) -> Any:
+        stream = self._check_video(data)
+        if (whole := with_length(data)) is not data:
+            stream = self._check_video(data := whole)
+
+        def take(num_frames: int) -> None:
+            self._count_tokens("video", num_frames, stream)
+            share.take(num_frames * stream.width * stream.height * FRAME_PIXEL_BYTES)
+
+        token = _on_sampling.set(take)
+        try:
+            video = self._media_io.load_bytes(data)
+        finally:
+            _on_sampling.reset(token)
+        if not len(video.media[0]):
+            take(1)
+            video = MediaWithBytes(read_single_frame(data), data)
+        return _counted(video, share)
+
+    def _check_video(self, data: bytes) -> av.VideoStream:
         """Reads the header only."""
         check_container(data)
         with av.open(BytesIO(data), "r") as container:
@@ -264,11 +364,87 @@ class GuardedMediaIO(MediaIO[Any]):
         if seconds > self._limits.max_video_seconds:
             limit = f"{self._limits.max_video_seconds:g} s, which is the limit ({flag('max_video_seconds')})"
             raise self._refusal(f"lasts {seconds:.0f} s, more than {limit}")
+        return stream
+
+    def _count_tokens(
+        self, kind: Literal["image", "video"], num_frames: int, size: Image.Image | av.VideoStream
+    ) -> None:
+        context = self._context
+        if (tokens := context.media_tokens) is None:
+            return
+        num_tokens = tokens.count(kind, num_frames, size.height, size.width)
+        context.num_media_tokens += num_tokens
+        if context.num_media_tokens > tokens.max_tokens:
+            raise VLLMValidationError(
+                f"the images and videos of this request have more than {tokens.max_tokens} tokens, which is the length "
+                "of the model's context; send fewer or smaller images, or shorter videos",
+                parameter="messages",
+            )
 
     def _check_pixels(self, image: Image.Image | av.VideoStream, limit: int, name: str) -> None:
         if image.width * image.height > limit:
             size = f"{image.width}x{image.height}"
             raise self._refusal(f"is {size}, more than {limit} pixels, which is the limit ({flag(name)})")
+
+
+_on_sampling: ContextVar[Callable[[int], None]] = ContextVar("on_sampling")
+
+
+@functools.cache
+def _reporting(loader: type[VideoLoader]) -> type[VideoLoader]:
+    """A reader of videos of vLLM that reports how many frames it will decode, when it has read the header."""
+
+    class Reporting(loader):  # type: ignore[valid-type, misc]
+        @classmethod
+        def compute_frames_index_to_sample(
+            cls, source: VideoSourceMetadata, target: VideoTargetMetadata, **kwargs: Any
+        ) -> list[int]:
+            # vLLM's for models that read pairs of frames divides by zero.
+            is_single = source.total_frames_num == 1
+            indices = [0] if is_single else super().compute_frames_index_to_sample(source, target, **kwargs)
+            _on_sampling.get()(len(indices))
+            return indices
+
+    return Reporting
+
+
+def _counted(video: Any, share: MediaShare) -> Any:
+    """A video that was read, whose frames' memory the share has from now on."""
+    frames = video.media[0]
+    share.take(frames.nbytes)
+    share.release_with(frames)
+    return video
+
+
+def read_by_ffmpeg(data: bytes, share: MediaShare) -> tuple[np.ndarray, int]:
+    """A sound of a format that libsndfile does not read: float32 `[samples]`, channels averaged, and its sample rate.
+
+    vLLM's reader of these returns integers unscaled, and interleaved channels as one.
+
+    Raises:
+        ValueError: It has no sound, or more than vLLM's limits.
+    """
+    resampler = av.AudioResampler(format="fltp")
+    pieces = [np.empty(0, np.float32)]
+    with av.open(BytesIO(data), "r") as container:
+        if not container.streams.audio:
+            raise ValueError("it has no audio stream")
+        stream = container.streams.audio[0]
+        expected = int((container.duration or 0) / av.time_base * stream.rate) * stream.channels * SAMPLE_BYTES
+        share.take(min(expected or envs.VLLM_MAX_AUDIO_DECODE_BYTES, envs.VLLM_MAX_AUDIO_DECODE_BYTES))
+        seconds, num_bytes = 0.0, 0
+        for frame in container.decode(stream):
+            for piece in resampler.resample(frame):
+                pieces.append(piece.to_ndarray().mean(axis=0))
+                seconds += piece.samples / piece.sample_rate
+                num_bytes += piece.samples * len(piece.layout.channels) * SAMPLE_BYTES
+            for name, value, limit in (
+                ("VLLM_MAX_AUDIO_DECODE_DURATION_S", seconds, envs.VLLM_MAX_AUDIO_DECODE_DURATION_S),
+                ("VLLM_MAX_AUDIO_DECODE_BYTES", num_bytes, envs.VLLM_MAX_AUDIO_DECODE_BYTES),
+            ):
+                if value > limit:
+                    raise ValueError(f"it has more sound than {name} allows ({limit})")
+        return np.concatenate(pieces), stream.rate
 
 
 def decode_base64(data: str) -> bytes:
@@ -295,6 +471,27 @@ def with_length(data: bytes) -> bytes:
                     packet.stream = copy
                     target.mux(packet)
     return file.getvalue()
+
+
+def seconds_of_silent_video(data: bytes) -> float:
+    """The length of a video without sound; 0 of any other file."""
+    with contextlib.suppress(av.FFmpegError), av.open(BytesIO(data), "r") as container:
+        if container.streams.video and not container.streams.audio:
+            stream = container.streams.video[0]
+            length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
+            return max(float(length), (container.duration or 0) / av.time_base, MIN_AUDIO_SECONDS)
+    return 0.0
+
+
+def with_num_samples(data: bytes) -> bytes:
+    """A FLAC file that was written into a pipe, and does not say how long it is, as one that does."""
+    at = _after_tags(data) + _FLAC_COUNT
+    fields = int.from_bytes(data[at : at + 8])
+    if data[at - _FLAC_COUNT :][:4] != _FLAC or fields & (1 << 36) - 1:
+        return data
+    with av.open(BytesIO(data), "r") as file:
+        num_samples = sum(packet.duration or 0 for packet in file.demux(file.streams.audio[0]))
+    return data[:at] + (fields | num_samples).to_bytes(8) + data[at + 8 :]
 
 
 def read_single_frame(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:

@@ -15,25 +15,32 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 import vllm.envs as envs
 from fastapi import HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.datastructures import UploadFile
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.json_body import JsonBody, validator_of
+from vllm_omni.entrypoints.openai.json_routes import validated
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings, without_nulls
 
 MAX_IMAGES = 16
 """Of one request, as in OpenAI's API."""
 
+MIN_VOICE_RANGE = 0.002
+"""Of the samples of a recorded voice, from the lowest to the highest; all have 2."""
+
 NO_EFFECT = "Accepted for OpenAI's clients; has no effect here."
 
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _MAX_FIELDS = 100
+_MAX_NAME = 100  # Characters of a client's word in an error.
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
+_INDEX = re.compile(r"\[[0-9]*\]$")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
@@ -101,18 +108,15 @@ class RequestModel(BaseModel):
         """
         kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in _FORMS:
-            fields = await _read_form(raw_request, cls.file_field)
+            body = JsonBody(await _read_form(raw_request, cls.file_field))
         elif kind == "application/json":
-            fields = await raw_request.json() if await raw_request.body() else {}
+            body = RequestContext.of(raw_request).take_json() or JsonBody({})
         else:
             raise HTTPException(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json or {_FORMS[0]}, not {kind or 'nothing'}"
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"send application/json or {_FORMS[0]}, not {kind[:_MAX_NAME] or 'nothing'}",
             )
-        try:
-            return cls.model_validate(fields)
-        except ValidationError as error:
-            errors = error.errors(include_url=False, include_input=False)
-            raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in errors]) from error
+        return await validated(validator_of(cls), body)
 
     @classmethod
     def describe_body(cls) -> dict[str, Any]:
@@ -227,13 +231,22 @@ class MediaFetcher:
             error.parameter = parameter
             raise
 
+    async def voice(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
+        """A `sound` that is to be imitated; silence has no voice, nor has an offset."""
+        samples, sample_rate = await self.sound(url, parameter)
+        if np.ptp(samples) < MIN_VOICE_RANGE:
+            raise VLLMValidationError(
+                "the recording is silent; record a voice, or raise its volume", parameter=parameter
+            )
+        return samples, sample_rate
+
 
 async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
-            # Clients write a list as `image[]`, and a field of an object as `input_reference[image_url]`.
-            name = key.removesuffix("[]").removesuffix("[image_url]").removesuffix("[audio_url]")
+            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`.
+            name = _INDEX.sub("", key).removesuffix("[image_url]").removesuffix("[audio_url]")
             if value == "" or (isinstance(value, UploadFile) and not value.filename and not value.size):
                 continue  # A page sends its unfilled fields, too.
             if name == file_field:

@@ -12,12 +12,11 @@ import gc
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +28,14 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
+from vllm_omni.entrypoints.openai.json_body import (
+    LARGE_BYTES,
+    VALUE_BYTES,
+    InvalidJsonError,
+    JsonBody,
+    TooManyValuesError,
+    decode,
+)
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
@@ -59,6 +66,13 @@ BODY_PATIENCE_S = 30.0
 _PIECE_BYTES = 1 << 16
 
 _BODY_RETRY_S = 1
+
+_WITH_BODY = ("POST", "PUT", "PATCH")
+
+_MAX_NAME = 100  # Characters of a client's word in an error.
+
+Count: TypeAlias = Callable[[int], None]
+"""Counts further bytes of a request."""
 
 
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
@@ -154,8 +168,8 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
         self._secrets, self._has_playground, self._public = secrets, has_playground, public
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        # A browser's preflight request has no key.
-        if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+        # A browser's preflight request, which has no key, is answered outside of this.
+        if scope["type"] not in ("http", "websocket"):
             return self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in OPEN_PATHS or (self._has_playground and f"{path}/".startswith(PLAYGROUND_PATH)):
@@ -180,12 +194,14 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
 
 
 class BodyMiddleware:
-    """Refuses bodies that are too large or too slow, before or while they are read, and invalid JSON.
+    """Refuses bodies that are too large or too slow, before or while they are read; of another encoding or without a
+    type; and JSON that is invalid or has too many values. The context gets the JSON.
 
     The bytes of all bodies together are limited too, and those of one client: of an API key, or of an address where
     there are no keys. (On a Unix socket there may be neither.) A body counts until its request has been answered in
-    full, because the framework and the handlers hold it, or objects made of it, until then. A body beyond the limit is
-    refused at once: bodies that wait half read would hold the bytes that the others wait for.
+    full, because the framework and the handlers hold it, or objects made of it, until then; so large JSON counts with
+    what its values take. A body beyond the limit is refused at once: bodies that wait half read would hold the bytes
+    that the others wait for.
 
     Python's JSON reader accepts more than JSON: NaN, numbers out of range, halves of surrogate pairs, other encodings
     than UTF-8. These would fail later, with an error that does not name the body.
@@ -199,6 +215,7 @@ class BodyMiddleware:
     def __init__(self, app: ASGIApp, limits: RequestLimits, server: ServerLimits) -> None:
         self.app = app
         self._max_bytes = limits.max_request_bytes
+        self._max_values = limits.max_request_values
         self._min_rate = limits.min_body_rate
         self._max_total_bytes = server.max_total_request_bytes
         half = max(self._max_total_bytes // 2, self._max_bytes)
@@ -222,49 +239,73 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        length = headers.get("content-length", "")
         client = scope[SCOPE_KEY].owner or (scope.get("client") or ("",))[0]
-        with self._counted(PatientReceive(receive, self._min_rate), client) as counted:
-            if refusal := self._refusal(client, int(length[:20]) if length.isdecimal() else 0):
+        with self._counting(client) as count:
+            receive = self._counted(PatientReceive(receive, self._min_rate), count)
+            try:
+                self._check_headers(headers, client)
+                if _is_json(headers) or (scope["method"] in _WITH_BODY and "content-type" not in headers):
+                    receive = await self._read_json(scope, receive, count)
+            except ClientDisconnect:
+                return
+            except HTTPException as refusal:
                 await _refuse(refusal, scope, receive, send)
-            elif _is_json(headers):
-                await self._check_json(scope, counted, send)
-            else:
-                await self.app(scope, counted, send)
+                return
+            await self.app(scope, receive, send)
 
-    async def _check_json(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _check_headers(self, headers: Headers, client: bytes | str) -> None:
+        length = headers.get("content-length", "")
+        num_bytes = int(length[:20]) if length.isdecimal() else 0
+        if num_bytes > self._max_bytes:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+        self._check_room(client, num_bytes)
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HTTPException(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"a body with Content-Encoding {encoding[:_MAX_NAME]} is not read; send it as it is",
+                {"Accept-Encoding": "identity"},
+            )
+
+    async def _read_json(self, scope: Scope, receive: Receive, count: Count) -> Receive:
+        body = await Request(scope, receive).body()
+        if body and not _is_json(Headers(scope=scope)):
+            raise HTTPException(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body has no type; send 'Content-Type: application/json'"
+            )
+        if body:  # Of an empty one the endpoint names the fields.
+            read = await self._decoded(body)
+            if read.is_large:
+                count(read.num_values * VALUE_BYTES)
+            scope[SCOPE_KEY].json = read
+        return _replayed(body, receive)
+
+    async def _decoded(self, body: bytes) -> JsonBody:
         try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
-            return
-        except HTTPException as refusal:
-            await _refuse(refusal, scope, receive, send)
-            return
-        fault = _fault_of(body) if len(body) < MIB else await asyncio.to_thread(_fault_of, body)
-        if fault:
-            await error_response(fault, HTTPStatus.BAD_REQUEST)(scope, receive, send)
-        else:
-            await self.app(scope, _replayed(body, receive), send)
+            if len(body) < LARGE_BYTES:
+                return decode(body, self._max_values)
+            return await asyncio.to_thread(decode, body, self._max_values)
+        except TooManyValuesError as error:
+            message = f"the JSON body {error}, which is the limit ({flag('max_request_values')})"
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message) from None
+        except InvalidJsonError as error:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, f"the JSON body {error}") from None
 
     @contextmanager
-    def _counted(self, receive: Receive, client: bytes | str) -> Iterator[Receive]:
-        """A `receive` that raises as soon as the body is too large; the framework makes the answer of the exception."""
+    def _counting(self, client: bytes | str) -> Iterator[Count]:
+        """A function that counts bytes until the end of this block. It raises if there is no room for them."""
         num_bytes = 0
 
-        async def counted() -> Message:
+        def count(added: int) -> None:
             nonlocal num_bytes
-            message = await receive()
-            added = len(message.get("body", b""))
-            if refusal := self._refusal(client, num_bytes + added, num_counted=num_bytes):
-                raise refusal
+            self._check_room(client, added)
             num_bytes += added
             self._total_bytes += added
             self._uncollected_bytes += added
             self._client_bytes[client] += added
-            return message
 
         try:
-            yield counted
+            yield count
         finally:
             self._total_bytes -= num_bytes
             self._client_bytes[client] -= num_bytes
@@ -274,16 +315,31 @@ class BodyMiddleware:
                 self._uncollected_bytes = 0
                 gc.collect()
 
-    def _refusal(self, client: bytes | str, num_bytes: int, num_counted: int = 0) -> HTTPException | None:
-        """Why a body of so many bytes is refused, `num_counted` of which are in the total; None if it is read."""
-        if num_bytes > self._max_bytes:
-            return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
-        added = num_bytes - num_counted
+    def _counted(self, receive: Receive, count: Count) -> Receive:
+        """A `receive` that raises as soon as the body is too large; the framework makes the answer of the exception."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            added = len(message.get("body", b""))
+            num_bytes += added
+            if num_bytes > self._max_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._too_large)
+            count(added)
+            return message
+
+        return counted
+
+    def _check_room(self, client: bytes | str, added: int) -> None:
+        """
+        Raises:
+            HTTPException: There is no room for so many bytes more.
+        """
         if self._total_bytes + added > self._max_total_bytes:
-            return _try_later(self._no_room)
+            raise _try_later(self._no_room)
         if client and self._client_bytes[client] + added > self._max_client_bytes:
-            return _try_later(self._no_share)
-        return None
+            raise _try_later(self._no_share)
 
 
 class PatientReceive:
@@ -333,21 +389,6 @@ async def _refuse(refusal: HTTPException, scope: Scope, receive: Receive, send: 
 def _is_json(headers: Headers) -> bool:
     subtype = headers.get("content-type", "").partition(";")[0].strip().lower()
     return subtype == "application/json" or subtype.endswith("+json")
-
-
-def _fault_of(body: bytes) -> str | None:
-    """What is wrong with a body that should be JSON; None if it is valid, or empty: the endpoint names the fields."""
-    if not body:
-        return None
-    try:
-        msgspec.json.decode(body)
-    except RecursionError:
-        return "the JSON body is nested too deeply"
-    except UnicodeDecodeError:
-        return "the JSON body is not UTF-8"
-    except msgspec.DecodeError as error:
-        return f"the body is not JSON: {error}"
-    return None
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

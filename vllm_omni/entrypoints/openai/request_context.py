@@ -8,11 +8,17 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 from starlette.requests import HTTPConnection
 
+from vllm_omni.engine.media_tokens import MediaTokens
+from vllm_omni.entrypoints.openai.json_body import JsonBody
 from vllm_omni.inputs import SpokenText
+
+if TYPE_CHECKING:
+    from vllm_omni.entrypoints.async_omni_llm import Place
 
 SCOPE_KEY = "omni_context"
 """Of the context in the ASGI scope."""
@@ -56,24 +62,39 @@ class RequestContext:
     variable (`current`).
 
     Attributes:
+        json: The body, if it is JSON, until the endpoint takes it.
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
+        kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
+            `MediaFetcher.sound`.
+        num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
+        num_media_tokens: Of their images and videos in the prompt.
+        media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
+        reads_sound_in_video: Whether the model hears its videos; one without sound is silent to it.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
         shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
+        place: In the pipeline's queue, for its next request to the engine.
     """
 
+    json: JsonBody | None = None
     owner: bytes = b""
     num_media_parts: int = 0
+    kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
+    num_decoded_bytes: int = 0
+    num_media_tokens: int = 0
+    media_tokens: MediaTokens | None = None
+    reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
     outputs: list[Peekable[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
+    place: Place | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
@@ -93,6 +114,11 @@ class RequestContext:
         """The context of the HTTP request that this task works for; outside of one a context of its own."""
         return _current.get(None) or cls()
 
+    def take_json(self) -> JsonBody | None:
+        """The body, if it is JSON that nobody has taken. Who takes it decides how long it is held."""
+        body, self.json = self.json, None
+        return body
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """While this block sends the answer, the request holds a slot of the pipeline, see `hold`."""
@@ -100,8 +126,20 @@ class RequestContext:
         try:
             yield
         finally:
+            if place := self.take_place():
+                place.release()
             release, self._release = self._release, None
             release()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether this block runs."""
+        return self._release is not None
+
+    def take_place(self) -> Place | None:
+        """The place, which the caller then releases."""
+        place, self.place = self.place, None
+        return place
 
     def hold(self, release: Callable[[], None]) -> None:
         """Has a slot of the pipeline released when the answer has been sent, or at once if there is none to send.
@@ -139,7 +177,13 @@ class RequestContext:
 
     async def abort(self) -> None:
         """Ends its requests to the engine, if they have not ended."""
-        await asyncio.gather(*(outputs.aclose() for outputs in self.outputs))
+        for outputs in self.outputs:  # Not in tasks, which the cancellation of this one would end before they begin.
+            await outputs.aclose()
+
+
+def client_of(connection: HTTPConnection) -> bytes | str:
+    """Whose limits count for a request: its owner, or its address where there are no keys."""
+    return RequestContext.of(connection).owner or (connection.client.host if connection.client else "")
 
 
 def _nothing() -> None:

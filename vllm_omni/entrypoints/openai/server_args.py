@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -29,11 +30,20 @@ class RequestLimits:
     max_request_bytes: int = 256 * MIB
     """Bytes of a request's body; a larger one is answered with 413."""
 
+    max_request_values: int = 2_000_000
+    """Values of a request's JSON, of which an object counts as 10; more are answered with 413. The default fits prompts
+    of as many token ids."""
+
     max_media_parts: int = 64
     """Images, audio clips and videos that a request may have, all together."""
 
     max_media_bytes: int = 128 * MIB
     """Bytes of one image, audio clip or video as it is sent or fetched, before it is decoded."""
+
+    max_decoded_bytes: int = 2 * GIB
+    """Bytes of all media of a request when they are decoded, counted before that: 4 for a pixel of an image, 3 for one
+    of a frame that is read of a video, 4 for a sample of each channel of a sound. The default fits 44 photographs of 12
+    megapixels, or three minutes of 1080p at two frames a second."""
 
     max_image_pixels: int = 8192 * 4320
     """Pixels of an image. The default is an 8K picture."""
@@ -49,6 +59,17 @@ class RequestLimits:
 
     max_speech_inputs: int = 32
     """Texts of a batch of speech. They are spoken at the same time."""
+
+    max_n: int = 128
+    """Answers (`n`, also of beam search) that a request may ask for. The default is OpenAI's limit."""
+
+    max_grammar_bytes: int = 64 * KIB
+    """Bytes of the grammar of a structured output: of a JSON schema, the tools that a model has to choose from,
+    `choice`, a regular expression or EBNF. A grammar is compiled before its request starts."""
+
+    max_grammar_values: int = 5000
+    """Keys and values of a JSON schema, nested ones too, values of `choice`, and alternatives of a regular expression
+    or EBNF."""
 
     min_body_rate: int = 1024
     """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408."""
@@ -66,8 +87,13 @@ class ServerLimits:
     """The same for one API key, or, on a server without keys, for one address; not less than --max-request-bytes.
     Default: half of --max-total-request-bytes."""
 
+    max_total_decoded_bytes: int = 4 * GIB
+    """The same as --max-decoded-bytes for all requests whose prompts are being made; a request beyond that is answered
+    with 429. At least --max-decoded-bytes."""
+
     send_timeout_s: float = 60.0
-    """Seconds after which the connection of a client that reads nothing of its answer is closed."""
+    """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
+    client does not take an event, is closed."""
 
     video_dir: str | None = None
     """Existing directory for the files of generated videos, and of images that are answered as URLs. Default: the
@@ -79,6 +105,10 @@ class ServerLimits:
     max_stored_video_bytes: int = 8 * GIB
     """Bytes of files of generated videos that are kept for each API key; for a new one its oldest are removed."""
 
+    max_total_stored_video_bytes: int = 32 * GIB
+    """The same for all keys together: beyond it a key's own oldest are removed for a new one; if that is not enough
+    the video fails."""
+
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""
 
@@ -88,6 +118,10 @@ class ServerLimits:
     max_stored_image_bytes: int = GIB
     """Bytes of such files that are kept for each API key; for new ones its oldest are removed."""
 
+    max_total_stored_image_bytes: int = 4 * GIB
+    """The same for all keys together: beyond it a key's own oldest are removed for new ones; if that is not enough
+    the answer is 507."""
+
     image_expires_after_s: float = 3600.0
     """Seconds that such a file is kept."""
 
@@ -96,6 +130,9 @@ class ServerLimits:
 
     max_stored_voice_bytes: int = 256 * MIB
     """Bytes of decoded recordings of uploaded voices that are kept, in memory, for each API key."""
+
+    max_total_stored_voice_bytes: int = GIB
+    """The same for all keys together; an upload beyond it is answered with 507."""
 
     voice_expires_after_s: float = 24 * 3600.0
     """Seconds that an uploaded voice is kept."""
@@ -108,11 +145,19 @@ class RealtimeLimits:
     max_realtime_sessions: int = 128
     """Realtime sessions at once; a further one is answered with 429."""
 
+    max_client_realtime_sessions: int | None = None
+    """The same for one API key, or, on a server without keys, for one address. Default: half of
+    --max-realtime-sessions."""
+
     max_realtime_message_bytes: int = 24 * MIB
     """Bytes of a client's realtime event. The default fits OpenAI's 15 MiB of sound as base64."""
 
+    max_realtime_message_values: int = 200_000
+    """Values of a client's realtime event, of which an object counts as 10."""
+
     max_realtime_audio_s: float = 600.0
-    """Seconds of users' sound that a realtime session keeps."""
+    """Seconds of users' sound that a realtime session keeps in its items, the newest, and as much that is not
+    committed."""
 
     max_realtime_text_bytes: int = 64 * MIB
     """Bytes of texts and images that clients put into a realtime session."""
@@ -184,14 +229,17 @@ def check_limits(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Two limits contradict each other.
     """
-    largest = limits_from(args, RequestLimits).max_request_bytes
-    limits = limits_from(args, ServerLimits)
-    for name in ("max_total_request_bytes", "max_client_request_bytes"):
-        value = getattr(limits, name)
+    of_one, of_all = limits_from(args, RequestLimits), limits_from(args, ServerLimits)
+    for name, smaller in (
+        ("max_total_request_bytes", "max_request_bytes"),
+        ("max_client_request_bytes", "max_request_bytes"),
+        ("max_total_decoded_bytes", "max_decoded_bytes"),
+    ):
+        value, largest = getattr(of_all, name), getattr(of_one, smaller)
         if value is not None and value < largest:
             raise ValueError(
-                f"{flag(name)} {value} is less than {flag('max_request_bytes')} {largest}: the largest request could "
-                "never be read; raise the first or lower the second"
+                f"{flag(name)} {value} is less than {flag(smaller)} {largest}: the largest request could never be "
+                "read; raise the first or lower the second"
             )
 
 

@@ -32,8 +32,10 @@ from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_protocol import http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
+from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
+from vllm_omni.metrics.logs import log_warnings
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -96,7 +98,10 @@ class ServedEngineClient(OmniEngineClient):
 async def _serve(client: ServedEngineClient, address: str, listener: Any, args: Namespace) -> None:
     client.loop = asyncio.get_running_loop()
     app = await build_omni_app(client, args)
+    log_warnings()
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
+    for name, url in _pages(address, args):
+        logger.info("%-10s  %s", name, url)
     log_config = get_uvicorn_log_config(args)
     options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
     options |= {} if log_config is None else {"log_config": log_config}
@@ -109,10 +114,23 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH_S,
+        ws=web_socket_protocol(limits_from(args, ServerLimits).send_timeout_s),
         ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
         **options,
     )
     await shutdown
+
+
+def _pages(address: str, args: Namespace) -> Iterator[tuple[str, str]]:
+    """What a user of this machine opens."""
+    if args.uds:
+        return
+    url = address.replace("0.0.0.0", "localhost").replace("[::]", "localhost")
+    yield "API", f"{url}/v1"
+    if args.playground:
+        yield "playground", f"{url}{PLAYGROUND_PATH.rstrip('/')}"
+    if not args.disable_fastapi_docs:
+        yield "docs", f"{url}/docs"
 
 
 def return_large_blocks() -> None:

@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -29,7 +28,13 @@ from vllm_omni.entrypoints.openai.audio_formats import AUDIO_FORMATS
 from vllm_omni.entrypoints.openai.custom_voices import CustomVoices
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.forced_text import ForcedTextBuilder
-from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import (
+    FORM_ERRORS,
+    OmniHTTPError,
+    describe_errors,
+    error_body,
+    to_http_error,
+)
 from vllm_omni.entrypoints.openai.media_endpoint import MediaEndpoint, get_handler
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
 from vllm_omni.entrypoints.openai.request_context import RequestContext, started
@@ -42,6 +47,7 @@ from vllm_omni.entrypoints.openai.speech_request import (
     SpeechPromptReader,
     SpeechRequest,
     SpeechSettings,
+    check_text,
 )
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse, Line, sse_line
 from vllm_omni.entrypoints.openai.stage_params import read_stage_params
@@ -164,7 +170,6 @@ class ServingSpeech(MediaEndpoint):
                 parameter="inputs",
             )
         settings = await self._read(request, raw_request)
-        self.client.check_admission()
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
         answer = SpeechBatch(
@@ -176,6 +181,7 @@ class ServingSpeech(MediaEndpoint):
         return Response(body, headers=_warning(settings.ignored), media_type="application/json")
 
     async def _speak(self, index: int, text: str, settings: _Settings, raw_request: Request) -> BatchItem:
+        check_text(text, f"inputs[{index}]")
         file = self._file(settings.request, stream=False)
         data = await file.whole(await self._events(text, settings, raw_request, stream=False))
         return BatchItem(
@@ -200,6 +206,7 @@ class ServingSpeech(MediaEndpoint):
                 f"stage {self.client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{self._writer}]",
             )
+        self.client.check_admission()
         information = await self._reader.read(request, RequestContext.of(raw_request).owner)
         ignored = self._reader.ignored(request)
         return _Settings(request=request, information=information, params=params, ignored=ignored)
@@ -271,7 +278,7 @@ def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
     if not isinstance(result, (OmniError, OmniHTTPError, VLLMClientError)):
         raise result
     error = result if isinstance(result, VLLMClientError) else to_http_error(result)
-    return BatchItem(index=index, error=create_error_response(error).error)
+    return BatchItem(index=index, error=error_body(error).error)
 
 
 @router.post("/v1/audio/speech", responses=RESPONSES, openapi_extra=SpeechRequest.describe_body())
@@ -286,7 +293,6 @@ async def create_speech(
 
 @router.post(
     "/v1/audio/speech/batch",
-    dependencies=[Depends(validate_json_request)],
     responses={HTTPStatus.OK.value: {"model": SpeechBatch}, **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR)},
 )
 @with_cancellation

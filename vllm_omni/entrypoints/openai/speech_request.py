@@ -7,12 +7,20 @@ not read is refused, except for those that clients of other servers send to ever
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.utils import nearest
@@ -24,7 +32,10 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     MIN_SPEED,
 )
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import describe_wrong_fields
+from vllm_omni.entrypoints.openai.json_body import decode, validator_of
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher, Priority, RequestModel, SoundUrl
+from vllm_omni.entrypoints.openai.server_args import RequestLimits
 from vllm_omni.entrypoints.openai.stage_params import without_nulls
 from vllm_omni.entrypoints.openai.voices import VoiceStore
 from vllm_omni.inputs import VOICE_FIELD
@@ -60,10 +71,22 @@ def _is_not_blank(value: str) -> str:
 
 def _as_json(value: Any) -> Any:
     """A form has lists and objects as JSON."""
-    return json.loads(value) if isinstance(value, str) else value
+    return decode(value, RequestLimits.max_request_values).value if isinstance(value, str) else value
 
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_INPUT_CHARS), AfterValidator(_is_not_blank)]
+
+
+def check_text(text: str, parameter: str) -> None:
+    """
+    Raises:
+        VLLMValidationError: It is no `Text`.
+    """
+    try:
+        validator_of(Text).validate_python(text)
+    except ValidationError as error:
+        reason, _ = describe_wrong_fields([{**each, "loc": (parameter,)} for each in error.errors()])
+        raise VLLMValidationError(reason.removeprefix("the "), parameter=parameter) from error
 
 
 class VoiceId(BaseModel):
@@ -185,7 +208,11 @@ class SpeechRequest(SpeechSettings):
 class SpeechBatchRequest(SpeechSettings):
     """Texts to be spoken in the same way, each in a file of its own."""
 
-    inputs: list[Text] = Field(min_length=1, description="The texts.", examples=[["Hello.", "How are you?"]])
+    inputs: list[str] = Field(
+        min_length=1,
+        description=f"The texts, each of up to {MAX_INPUT_CHARS} characters.",
+        examples=[["Hello.", "How are you?"]],
+    )
 
 
 class SpeechPromptReader:
@@ -221,7 +248,7 @@ class SpeechPromptReader:
         turns: list[SpeechTurn] = given.get("context", [])
         voices = [self._client.voices.read(turn.voice, f"context[{i}].voice") for i, turn in enumerate(turns)]
         if isinstance(given.get("ref_audio"), str):
-            given["ref_audio"] = await self._media.sound(given["ref_audio"], "ref_audio")
+            given["ref_audio"] = await self._media.voice(given["ref_audio"], "ref_audio")
         if turns:
             sounds = [await self._media.sound(turn.audio, f"context[{i}].audio") for i, turn in enumerate(turns)]
             given["context"] = [_as_turn(*each) for each in zip(turns, sounds, voices, strict=True)]

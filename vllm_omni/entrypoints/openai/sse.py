@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, cast
 import msgspec
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, error_body, to_http_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.errors import OmniError
 
@@ -27,6 +26,10 @@ DONE = b"data: [DONE]\n\n"
 """The last line of a chat."""
 
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Of streamed answers: proxies pass on each part when it comes, and keep none."""
+
+
 class ErrorLine(Exception):
     """vLLM ended a stream with an error; the argument is its line, decoded."""
 
@@ -35,7 +38,7 @@ class ClosingResponse(StreamingResponse):
     """Closes its generator when it ends for any reason, which aborts the request at once."""
 
     def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
-        super().__init__(parts, headers=headers, media_type=media_type)
+        super().__init__(parts, headers={**STREAM_HEADERS, **headers}, media_type=media_type)
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +62,7 @@ class LateResponse(StreamingResponse):
 def late(response: Response, context: RequestContext) -> Response:
     """Makes a streamed answer of vLLM's a `LateResponse`."""
     if isinstance(response, StreamingResponse):
+        response.headers.update(STREAM_HEADERS)
         response.__class__ = LateResponse
         assert isinstance(response, LateResponse)
         response.context = context
@@ -90,7 +94,7 @@ async def with_error(lines: AsyncGenerator[Line, None], event: str = "error") ->
     except ErrorLine as error:
         yield sse_line(error.args[0], event)
     except (OmniError, OmniHTTPError) as error:
-        yield sse_line(create_error_response(to_http_error(error)).model_dump(mode="json"), event)
+        yield sse_line(error_body(to_http_error(error)).model_dump(mode="json"), event)
 
 
 def sse_line(data: Mapping[str, Any], event: str = "") -> bytes:

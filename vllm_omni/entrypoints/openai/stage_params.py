@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
 from vllm_omni.function_stage import load_function_stage
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
@@ -24,6 +26,8 @@ SAMPLING_FIELDS = frozenset(
         "include_stop_str_in_output", "structured_outputs",
     }
 )  # fmt: skip
+
+_GRAMMARS = frozenset({"json", "regex", "choice", "grammar", "structural_tag"})
 
 _NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
 
@@ -87,6 +91,45 @@ def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: 
                 parameter=f"sampling_params_list[{index}].{name}",
             )
     return diffusion_settings(entry) if is_diffusion else entry
+
+
+def check_grammar(params: Any, limits: RequestLimits) -> None:
+    """
+    Args:
+        params: What a request sets of a stage: `SamplingParams`, a dict of its fields, or anything without a grammar.
+
+    Raises:
+        ValueError: Its grammar is larger than grammars may be.
+    """
+    if isinstance(params, Mapping):
+        constraint = params.get("structured_outputs")
+    else:
+        constraint = params.structured_outputs if isinstance(params, SamplingParams) else None
+    if constraint is None:
+        return
+    given = constraint if isinstance(constraint, Mapping) else vars(constraint)
+    waiting = [value for name, value in given.items() if name in _GRAMMARS]
+    num_bytes, num_values = 0, sum(value.count(",") for value in waiting if isinstance(value, str))  # a schema as text
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += (*value, *value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, str):
+            num_bytes += len(value.encode())
+            num_values += value.count("|")
+        num_values += 1
+        if num_bytes > limits.max_grammar_bytes:
+            name, unit = "max_grammar_bytes", "bytes"
+        elif num_values > limits.max_grammar_values:
+            name, unit = "max_grammar_values", "values"
+        else:
+            continue
+        raise ValueError(
+            f"structured_outputs: the grammar, or the schema, has more than {getattr(limits, name)} {unit}, which is "
+            f"the limit ({flag(name)})"
+        )
 
 
 def diffusion_settings(request_fields: Mapping[str, Any], *, adapters: bool = False) -> dict[str, Any]:

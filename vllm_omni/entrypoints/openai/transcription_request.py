@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
-from transformers.models.whisper.tokenization_whisper import LANGUAGES
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl
+from vllm_omni.entrypoints.openai.media_request import NO_EFFECT, RequestModel, SoundUrl
 from vllm_omni.entrypoints.openai.stage_params import without_nulls
 
 Task = Literal["transcribe", "translate"]
@@ -30,10 +31,15 @@ _LANGUAGE = "{language}"
 _STREAMED_FORMATS = ("json", "text")
 
 
-def _check_language(code: str) -> str:
-    if code.lower() not in LANGUAGES:
-        raise ValueError(f"unknown language {code!r}; it is an ISO 639-1 code, such as en or zh")
-    return code.lower()
+def _read_language(given: str | None) -> str | None:
+    """The code of a language that is given as in requests for speech: its code, with or without a region, or name."""
+    name = (given or "auto").lower()
+    if name == "auto":
+        return None
+    code = name if name in LANGUAGES else TO_LANGUAGE_CODE.get(name) or re.split("[-_]", name)[0]
+    if code not in LANGUAGES:
+        raise ValueError(f"unknown language {given!r}; it is an ISO 639-1 code, such as en or zh, a name, or auto")
+    return code
 
 
 def _as_list(value: Any) -> Any:
@@ -55,8 +61,10 @@ class SoundRequest(RequestModel):
 
     file: SoundUrl = Field(description="The sound: a file in a form; in JSON a data URI or an address.")
     model: str | None = Field(None, description="A name of GET /v1/models; default: the model that is served.")
-    language: Annotated[str, AfterValidator(_check_language)] | None = Field(
-        None, description="The language that is spoken, as an ISO 639-1 code.", examples=["en"]
+    language: Annotated[str | None, AfterValidator(_read_language)] = Field(
+        None,
+        description="The language that is spoken: an ISO 639-1 code, also with a region, or an English name; auto: any",
+        examples=["en"],
     )
     prompt: str | None = Field(
         None, max_length=4096, description="Names and words that occur, style, or what was said before."
@@ -64,6 +72,7 @@ class SoundRequest(RequestModel):
     temperature: float = Field(0.0, ge=0, le=1, description="0: the likeliest text.")
     stream: bool = Field(False, description="Server-sent events with the text as it is written.")
     chunking_strategy: Literal["auto"] | None = Field(None, description="The server decides how the sound is read.")
+    user: str | None = Field(None, description=NO_EFFECT)
     response_format: str
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], BeforeValidator(_as_list)] = Field(
         [],

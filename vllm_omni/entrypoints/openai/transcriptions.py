@@ -139,10 +139,13 @@ async def read_texts(answer: AsyncGenerator[ChatDelta, None], transcript: Transc
 
 def can_transcribe(client: OmniEngineClient) -> bool:
     """Whether the pipeline's model accepts audio and outputs text."""
-    if not client.has_renderer or "text" not in client.config.output_types:
-        return False
-    processor = client.renderer.mm_processor
-    return processor is not None and processor.info.allowed_mm_limits.get("audio", 0) > 0
+    return "text" in client.config.output_types and max_parts(client, "audio") > 0
+
+
+def max_parts(client: OmniEngineClient, kind: str) -> int:
+    """How many media of a kind, as `audio`, the model reads in one prompt."""
+    processor = client.renderer.mm_processor if client.has_renderer else None
+    return 0 if processor is None else processor.info.allowed_mm_limits.get(kind, 0)
 
 
 def accepts_audio(client: OmniEngineClient) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Video jobs: the state of each, and the files of complete ones.
 
-Limited in number, bytes and time, for each API key by itself. A video belongs to the key that requested it; for other
-keys it does not exist.
+Limited in number, bytes and time, for each API key by itself, and in bytes for all keys. A video belongs to the key
+that requested it; for other keys it does not exist.
 Does not know how videos are made. For use from one event loop.
 """
 
@@ -82,6 +82,7 @@ class VideoStore:
         """
         self._max_videos = limits.max_stored_videos
         self._max_bytes = limits.max_stored_video_bytes
+        self._max_total_bytes = limits.max_total_stored_video_bytes
         self._keep_s = limits.video_expires_after_s
         self._jobs: dict[str, VideoJob] = {}
         self._folder = private_folder(limits, "videos")
@@ -155,10 +156,13 @@ class VideoStore:
             await asyncio.wait([writing])  # Deleting the job does not stop the thread.
             if job.video.id not in self._jobs:
                 job.path.unlink(missing_ok=True)
+        if not self._make_room(job.owner, len(file)):
+            text = f"the server keeps {self._max_total_bytes} bytes of videos, which those of other clients take"
+            self.fail(job, "no_room", f"{text}; try again later")
+            return
         self._end(job)
         job.num_bytes = len(file)
         job.video.status, job.video.progress = "completed", 100
-        self._make_room(job.owner)
 
     def fail(self, job: VideoJob, code: str, message: str) -> None:
         """Keeps the error of a job."""
@@ -188,13 +192,19 @@ class VideoStore:
     def _of(self, owner: bytes) -> list[VideoJob]:
         return [job for job in self._jobs.values() if job.owner == owner]
 
-    def _make_room(self, owner: bytes) -> None:
+    def _make_room(self, owner: bytes, num_bytes: int) -> bool:
+        """Removes an owner's oldest videos for a new one, if needed; false: all of them would not be enough."""
         own = self._of(owner)
-        excess = sum(job.num_bytes for job in own) - self._max_bytes
+        num_own = sum(job.num_bytes for job in own)
+        num_of_others = sum(job.num_bytes for job in self._jobs.values()) - num_own
+        excess = num_own + num_bytes - min(self._max_bytes, self._max_total_bytes - num_of_others)
+        if excess > num_own:
+            return False
         for job in own:
             if excess > 0 and job.num_bytes:
                 excess -= job.num_bytes
                 self._remove(job)
+        return True
 
     def _remove(self, job: VideoJob) -> None:
         self._jobs.pop(job.video.id, None)

@@ -20,7 +20,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -290,7 +290,7 @@ async def create_video(request: Annotated[VideoRequest, Depends(VideoRequest.rea
     return await _handler(raw_request).create(request, raw_request)
 
 
-@router.post("/v1/videos/{video_id}/remix", dependencies=[Depends(validate_json_request)], responses=FORM_ERRORS)
+@router.post("/v1/videos/{video_id}/remix", responses=FORM_ERRORS)
 @with_cancellation
 @load_aware_call
 async def remix_video(video_id: VideoId, raw_request: Request, request: RemixRequest) -> Video:

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ import openai.types.audio
 from pydantic import Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 
 OPENAI_VOICES = (
@@ -91,6 +93,9 @@ class CustomVoice(openai.types.audio.Voice):
     language: str | None = Field(None, description="The language that it speaks, unless a request names another.")
     seconds: float = Field(description="Length of the recording.")
     expires_at: int = Field(description="When the server removes it.")
+    shared: bool = Field(
+        description="Whether the server has no API keys: then every client can list, use and delete it."
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,6 +128,7 @@ class VoiceStore:
     def __init__(self, limits: ServerLimits) -> None:
         self._max_voices = limits.max_stored_voices
         self._max_bytes = limits.max_stored_voice_bytes
+        self._max_total_bytes = limits.max_total_stored_voice_bytes
         self._keep_s = limits.voice_expires_after_s
         self._stored: dict[str, StoredVoice] = {}
 
@@ -142,6 +148,7 @@ class VoiceStore:
 
         Raises:
             VLLMValidationError: The owner has one of this name, or as many as are kept.
+            OmniHTTPError: The voices of all owners leave no room.
         """
         self.check_name(fields["name"], owner)
         kept = self._of(owner)
@@ -155,12 +162,19 @@ class VoiceStore:
                 f"({flag('max_stored_voice_bytes')}); delete voices, or send a shorter recording",
                 parameter="audio_sample",
             )
+        if sound[0].nbytes + sum(stored.num_bytes for stored in self._stored.values()) > self._max_total_bytes:
+            raise OmniHTTPError(
+                f"{self._max_total_bytes} bytes of decoded recordings are kept for all clients "
+                f"({flag('max_total_stored_voice_bytes')}); try again later, or send a shorter recording",
+                HTTPStatus.INSUFFICIENT_STORAGE,
+            )
         now = time.time()
         voice = CustomVoice(
             id=f"voice_{secrets.token_hex(16)}",
             created_at=int(now),
             expires_at=int(now + self._keep_s),
             seconds=round(len(sound[0]) / sound[1], 3),
+            shared=not owner,
             **fields,
         )
         sound[0].setflags(write=False)  # Many requests read it.

@@ -117,6 +117,8 @@ class Started:
 
 
 OutboxItem = Stream | Result | Error | Started
+ForShell = OutboxItem | Callable[[], None]
+"""A function is called on the IO thread: threads of its own report to it."""
 RequestItem = NewRequest | StreamChunk | AbortRequest
 InboxItem = RequestItem | Stop | Callable[[], None]
 """A function is called on the engine's thread: threads of its own report to it."""
@@ -129,14 +131,14 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[OutboxItem] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[ForShell] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._is_woken = False  # The reader will read the queue anyway: `put` need not wake it.
 
     def fileno(self) -> int:
         return self._wake_up.fileno()
 
-    def put(self, item: OutboxItem) -> None:
+    def put(self, item: ForShell) -> None:
         self._items.put(item)
         if not self._is_woken:
             self._wake()
@@ -156,10 +158,10 @@ class Outbox:
         self._is_woken = True
         self._wake_up.set()
 
-    def take_all(self) -> list[OutboxItem]:
+    def take_all(self) -> list[ForShell]:
         self._wake_up.clear()
         self._is_woken = False  # Before the items are taken: later items wake the reader again.
-        items: list[OutboxItem] = []
+        items: list[ForShell] = []
         while not self._items.empty():
             items.append(self._items.get_nowait())
         return items
@@ -295,6 +297,10 @@ class StageEngine(ABC):
     def cache_counts(self) -> dict[str, CacheCounts]:
         """The counts of `StageStats.caches`. Called from any thread."""
         return {}
+
+    def unbatched(self) -> list[str]:
+        """`StageStats.unbatched`. Called from any thread."""
+        return []
 
     def metrics(self) -> list[MetricFamily]:
         """The engine's own metrics, if it has any. Called from any thread."""

@@ -104,6 +104,9 @@ class DiffusionStageEngine(StageEngine):
     def cache_counts(self) -> dict[str, CacheCounts]:
         return {"prompt": self._executor.prompt_cache_counts}
 
+    def unbatched(self) -> list[str]:
+        return self._executor.unbatched
+
     # Inbox.
 
     def wait_for_work(self) -> bool:

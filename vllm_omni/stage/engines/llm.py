@@ -96,6 +96,7 @@ class LLMStageEngine(StageEngine):
         log_stats = self._log_stats or not self._engine_args.disable_log_stats
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, log_stats)
         self._engine.watch_steps(self._on_scheduled, self._on_done)
+        self._engine.watch_grammars(lambda: self.inbox.put(_wake))
         self._engine.model_executor.register_failure_callback(self.on_failure)
         self.capacity = self._engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -215,6 +216,10 @@ class LLMStageEngine(StageEngine):
                     self._engine.quarantine(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.
+
+
+def _wake() -> None:
+    """An item of the inbox that does nothing but wake the engine."""
 
 
 def _join_cluster(workers: RayWorkers) -> Any:

@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 from vllm_omni.payloads import OmniEngineCoreRequest
@@ -73,6 +74,7 @@ class LLMRequest(ABC):
             output: vLLM's `RequestOutput` with the `multimodal_output` that our output processor adds.
 
         Raises:
+            InvalidRequestError: Its grammar cannot be used.
             RuntimeError: vLLM ended the request with an error.
         """
 
@@ -90,8 +92,11 @@ class LLMRequest(ABC):
 
     def _as_piece(self, output: Any, is_first: bool) -> StageOutput:
         completions = [_as_completion(completion) for completion in output.outputs]
-        if any(completion.finish_reason == "error" for completion in completions):
-            raise RuntimeError("vLLM ended the request with an error; see the log of this stage")
+        for completion in completions:
+            if completion.finish_reason == "error":
+                if completion.stop_reason:  # Our scheduler says what is wrong with the request.
+                    raise InvalidRequestError(str(completion.stop_reason), self.request_id)
+                raise RuntimeError("vLLM ended the request with an error; see the log of this stage")
         prompt_token_ids = list(output.prompt_token_ids or ()) if is_first else []
         self._num_input_tokens += len(prompt_token_ids)
         self._num_cached_tokens = output.num_cached_tokens or 0

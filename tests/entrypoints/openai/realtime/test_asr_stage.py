@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions with a model that reads text only: an ASR stage transcribes each turn of sound, once."""
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,16 @@ import pytest
 
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.openai.realtime.test_turns import IDLE, SILENCE, needs_vad, send
+from tests.entrypoints.openai.small_apps import send as send_request
 from tests.entrypoints.spoken_functions import SPEAKING, writer
+from tests.entrypoints.wav_files import as_uri
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.function_stage import CALLER, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -31,7 +37,7 @@ class LevelParameters(msgspec.Struct):
 
 
 class LevelStage(FunctionStage):
-    """Writes the level of a constant sound; nothing for silence."""
+    """Writes the level of a constant sound; nothing for silence and quiet noises."""
 
     parameters = LevelParameters
 
@@ -39,8 +45,8 @@ class LevelStage(FunctionStage):
         return {"en": "It is", "de": "Es ist"}[parameters.language]
 
     def window(self, state: str, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
-        level = float(sources[CALLER].tensors["audio"].median())
-        return {"text": f"{state} {level:.1f}." if level else ""}
+        level = round(float(sources[CALLER].tensors["audio"].median()), 1)
+        return {"text": f"{state} {level}." if level else ""}
 
 
 ASR = function_stage(2, "asr", LevelStage, (), "text") | {"accepts": "audio"}
@@ -156,14 +162,132 @@ def test_a_setting_that_the_stage_refuses_is_named(server: FakeServer) -> None:
     assert unchanged.audio.input.transcription is None
 
 
-def test_a_turn_without_words_is_a_failed_response(server: FakeServer) -> None:
-    async def main(session: Session) -> list[Any]:
-        await session.speak(level(0))
-        return await session.respond()
+def test_a_turn_without_words_is_an_empty_text(server: FakeServer) -> None:
+    """In its response and in those after it."""
 
-    response = converse(server.app, main, model="fake")[-1].response
-    assert response.status == "failed"
-    assert "this sound has no speech" in response.status_details.error.message
+    async def converse_about(session: Session, *turns: Any) -> list[str]:
+        texts = []
+        for turn in turns:
+            await (session.say(turn) if isinstance(turn, str) else session.speak(turn))
+            texts.append(text_of(await session.respond()))
+        return texts
+
+    spoken = converse(server.app, lambda session: converse_about(session, level(0), level(0.5)), model="fake")
+    written = converse(server.app, lambda session: converse_about(session, "", "It is 0.5."), model="fake")
+    assert spoken == written
+
+
+def test_a_sound_without_words_is_an_empty_text_of_a_chat(server: FakeServer) -> None:
+    def ask(*parts: Any) -> str:
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+        answer = send_request(server.app, "POST", "/v1/chat/completions", json={"model": "fake", "messages": messages})
+        return answer.json()["choices"][0]["message"]["content"]
+
+    silence = {"url": as_uri(encode_audio(np.zeros(12_000, np.float32), "wav", 24_000))}
+    assert ask({"type": "audio_url", "audio_url": silence}) == ask({"type": "text", "text": ""}) != ""
+
+
+COUGH = level(0.01)
+SPEECH = level(0.5)
+PAUSE = np.zeros(2400, np.int16)
+
+
+def test_a_cough_is_not_answered(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn that follows is; a client that asks for a response itself has it."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    hearing = {"transcription": {"model": "any"}, "turn_detection": {"type": "server_vad"}}
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": hearing}, output_modalities=["text"])
+        await send(session, np.concatenate([COUGH, PAUSE]))
+        events = await session.until(f"{TRANSCRIPTION}.completed")
+        assert events[-1].transcript == ""
+        await send(session, np.concatenate([SPEECH, PAUSE]))
+        events += await session.until("response.done")
+        assert types_of(events).count("response.created") == 1
+        assert events[-1].response.status == "incomplete", "at the limit of tokens"
+        assert events[-1].response.output[0].content[0].text
+        await send(session, np.concatenate([COUGH, PAUSE]))
+        await session.until("input_audio_buffer.committed")
+        await session.connection.response.create()
+        await session.until("response.done")
+
+    converse(server.app, main, model="fake", manual=False)
+
+
+def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    hearing = {"transcription": {"model": "any"}, "turn_detection": IDLE}
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": hearing}, output_modalities=["text"])
+        await send(session, np.concatenate([COUGH, PAUSE]))
+        await session.until(f"{TRANSCRIPTION}.completed")
+        await send(session, SILENCE)
+        events = await session.until("response.done")
+        assert events[0].type == "input_audio_buffer.timeout_triggered"
+
+    converse(server.app, main, model="fake", manual=False)
+
+
+def test_a_session_hears_after_its_limit_of_sound(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of earlier turns the text is left."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    values = (0.2, 0.3, 0.4, 0.5)
+
+    async def speak(session: Session) -> tuple[list[str], Any]:
+        await session.configure(audio={"input": {"turn_detection": {"type": "server_vad"}}}, output_modalities=["text"])
+        responses = []
+        for value in values:
+            await send(session, np.concatenate([level(value), PAUSE]))
+            responses.append((await session.until("response.done"))[-1].response)
+        first = next(event.item for event in session.events if event.type == "conversation.item.added")
+        await session.connection.conversation.item.retrieve(item_id=first.id)
+        kept = (await session.until("conversation.item.retrieved"))[-1].item
+        return [response.output[0].content[0].text for response in responses], kept.content[0].audio
+
+    async def write(session: Session) -> list[str]:
+        await session.configure(output_modalities=["text"])
+        texts = []
+        for value in values:
+            await session.say(f"It is {value}.")
+            texts.append((await session.respond())[-1].response.output[0].content[0].text)
+        return texts
+
+    app = FakeServer(server.client.llm, "--max-realtime-audio-s=1").app
+    heard, kept = converse(app, speak, model="fake", manual=False)
+    assert kept == ""
+    assert heard == converse(server.app, write, model="fake")
+
+
+def test_a_response_that_waits_for_words_is_cancelled_without_a_trace(
+    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By speech, and by the client, to which nothing is active yet."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    heard = asyncio.Event()
+    transcript = ASRStage.transcript
+
+    async def later(*args: Any) -> str:
+        await heard.wait()
+        return await transcript(*args)
+
+    monkeypatch.setattr(ASRStage, "transcript", later)
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": {"turn_detection": {"type": "server_vad"}}})
+        await send(session, np.concatenate([SPEECH, PAUSE, SPEECH, PAUSE]))
+        for _ in range(2):
+            await session.until("input_audio_buffer.committed")
+        await session.connection.response.cancel()
+        events = await session.until("conversation.item.done")
+        assert (await session.error()).code == "response_cancel_not_active"
+        heard.set()
+        await send(session, np.concatenate([SPEECH, PAUSE]))
+        events = await session.until("response.done")
+        assert types_of(events).count("response.created") == 1 and events[-1].response.status == "incomplete"
+
+    converse(server.app, main, model="fake", manual=False)
 
 
 @needs_vad

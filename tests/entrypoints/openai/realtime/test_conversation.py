@@ -3,26 +3,38 @@
 
 import asyncio
 import base64
+import io
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
+from vllm import envs
 
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
+from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, read_item, to_messages
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    Sound,
+    read_item,
+    spoken_length,
+    to_messages,
+)
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
 
-PCM, ULAW = FORMATS["audio/pcm"], FORMATS["audio/pcmu"]
+PCM = FORMATS["audio/pcm"]
 
 
 def item(sound_format: Any = PCM, **fields: Any) -> Item:
-    return read_item(protocol.read_item(fields, ("item",)), sound_format, "item")
+    return read_item(protocol.read_item(fields, ("item",)), sound_format, {}, "item")
 
 
 def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
@@ -31,7 +43,7 @@ def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
 
 def spoken(text: str, sent_ms: float, made_ms: float) -> Item:
     made = message("assistant", {"type": "output_audio", "transcript": text})
-    made.sent_ms, made.made_ms, made.num_chars = sent_ms, made_ms, len(text)
+    made.sent_ms, made.made_ms, made.text_length = sent_ms, made_ms, spoken_length(text)
     return made
 
 
@@ -52,8 +64,8 @@ def test_items_are_messages() -> None:
     assert [call["id"] for call in messages[3]["tool_calls"]] == ["a", "b"]
     assert messages[3]["content"] == "Let me look." and messages[4]["tool_call_id"] == "a"
     heard, seen = messages[2]["content"]
-    wav = base64.b64decode(heard["audio_url"]["url"].partition(",")[2])
-    assert wav[:4] == b"RIFF" and np.array_equal(np.frombuffer(wav[44:], "<i2"), np.arange(800))
+    assert heard["audio_url"]["url"] == user.sounds[0].address
+    np.testing.assert_array_equal(user.sounds[0].samples, np.arange(800))
     assert seen == {"type": "image_url", "image_url": {"url": image}}
     assert "audio" not in user.data["content"][0] and user.with_sound()["content"][0]["audio"] == sound
 
@@ -112,10 +124,32 @@ def test_speech_is_cut_where_it_was_not_played() -> None:
         message("assistant", {"type": "output_text", "text": "a"}).truncate(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "share", "heard"),
+    [
+        ("你好、世界。今天天气很好", 0.5, "你好、世界。"),
+        ("こんにちは、トーキョーです。", 0.5, "こんにちは、ト"),
+        ("สวัสดีครับผมชื่อน้ำ", 0.25, "สวัส"),  # The vowel above the next consonant is not cut off.
+        ("我喜欢Python编程", 0.5, "我喜欢"),
+        ("Yes. 我喜欢你", 0.5, "Yes. 我"),  # A character takes longer than a letter.
+        ("안녕하세요 세상아", 0.7, "안녕하세요"),
+        ("Un, deux,\ntrois", 0.8, "Un, deux,"),
+    ],
+)
+def test_words_are_not_cut_and_scripts_without_spaces_are(text: str, share: float, heard: str) -> None:
+    answer = spoken(text, sent_ms=4000, made_ms=4000)
+    answer.truncate(0, round(4000 * share))
+    assert answer.content[0]["transcript"] == heard
+    assert to_messages("", [answer]) == [{"role": "assistant", "content": heard}]
+    answer.truncate(0, 0)
+    assert answer.content[0]["transcript"] == ""
+
+
 def test_the_input_buffer() -> None:
-    buffer = InputBuffer(ULAW)
+    pcm: Any = SimpleNamespace(sample_rate=8000, num_bytes=2, decode=PCM.decode)
+    buffer = InputBuffer(pcm)
     for start in range(0, 8000, 800):
-        buffer.append(np.arange(start, start + 800, dtype=np.int16))
+        buffer.append(PCM.encode(np.arange(start, start + 800, dtype=np.int16)))
     assert buffer.seconds == 1.0 and buffer.end_ms == 1000
     buffer.keep_last(500)
     buffer.drop_before(750)
@@ -146,21 +180,34 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
         async def send(*_: Any, **__: Any) -> None: ...
 
         monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.deltas_of", deltas_of)
-        handler: Any = None
+        handler: Any = SimpleNamespace(asr_stage=None)
         session = SessionContext(send=send, chat=handler, owner=b"", sample_rate=24_000, lead_s=10.0)
         settings = {
-            "model": "m", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
+            "model": "m", "instructions": "", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
             "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},
         }  # fmt: skip
-        response = Response(session, settings, [{"role": "user", "content": "count"}], [], None, None)
+        response = Response(session, settings, [message("user", {"type": "input_text", "text": "count"})], None, None)
         task = response.start()
         await waits.wait()
         while not response._outputs:
             await asyncio.sleep(0)
         (output,) = response._outputs
-        assert output.item.num_chars == len(text) and 2000 < output.item.made_ms < 4000
+        assert output.item.text_length == len(text) and 2000 < output.item.made_ms < 4000
         goes_on.set()
         await task
         assert output.item.made_ms == 1000
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("connector", "start"), [(CONNECTOR_NAME, "sound:"), ("http", "data:audio/wav;base64,")])
+def test_another_connector_gets_sounds_as_files(monkeypatch: pytest.MonkeyPatch, connector: str, start: str) -> None:
+    """It does not know the addresses of a session."""
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", connector)
+    envs.disable_envs_cache()
+    samples = np.array([0, 1000, -1000], np.int16)
+    url = Sound(samples, FORMATS["audio/pcm"]).url
+    assert url.startswith(start)
+    if connector != CONNECTOR_NAME:
+        read, rate = soundfile.read(io.BytesIO(base64.b64decode(url.removeprefix(start))), dtype="int16")
+        assert rate == 24000 and (read == samples).all()

@@ -15,11 +15,13 @@ from websockets.exceptions import InvalidStatus
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
+from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
+from vllm_omni.errors import PipelineFullError
 
 GROUP = "app"
 SECRETS = "/v1/realtime/client_secrets"
@@ -37,7 +39,8 @@ def test_sessions_at_once(realtime_app: FastAPI) -> None:
         async with opened(url) as session:
             await session.say("Hello")
 
-    with over_http(with_flags(realtime_app, "--max-realtime-sessions=2")) as url:
+    flags = ("--max-realtime-sessions=2", "--max-client-realtime-sessions=2")
+    with over_http(with_flags(realtime_app, *flags)) as url:
         asyncio.run(main(url))
 
 
@@ -50,6 +53,28 @@ def test_another_model(realtime_app: FastAPI) -> None:
         assert caught.value.response.status_code == 404 and MODEL.encode() in (caught.value.response.body or b"")
 
     with over_http(realtime_app) as url:
+        asyncio.run(main(url))
+
+
+def test_sessions_of_one_key() -> None:
+    """Another key has room."""
+    app = session_app(FakeChat(), api_key=["one", "other"], max_realtime_sessions=4)
+
+    async def main(url: str) -> None:
+        async with opened(url, key="one", model="fake"), opened(url, key="one", model="fake") as session:
+            with pytest.raises(InvalidStatus) as caught:
+                async with opened(url, key="one", model="fake"):
+                    pass
+            answer = caught.value.response
+            assert answer.status_code == 429 and b"--max-client-realtime-sessions" in (answer.body or b"")
+            async with opened(url, key="other", model="fake") as other:
+                await other.say("Hello")
+            await session.connection.close()
+            for _ in range(2):
+                async with opened(url, key="one", model="fake") as session:
+                    await session.say("Hello")
+
+    with over_http(app) as url:
         asyncio.run(main(url))
 
 
@@ -69,16 +94,22 @@ def test_seconds_of_sound(realtime_app: FastAPI) -> None:
         buffer = session.connection.input_audio_buffer
         await buffer.append(audio=SECOND)
         await buffer.commit()
+        first = (await session.until("conversation.item.done"))[-1].item
+        # Of the buffer the newest sound is kept.
+        for level in (1, 2, 3):
+            await buffer.append(audio=base64.b64encode(np.full(24_000, level, "<i2").tobytes()).decode())
+        await buffer.commit()
         item = (await session.until("conversation.item.done"))[-1].item
-        await buffer.append(audio=SECOND)
-        await buffer.append(audio=SECOND)
+        assert (await session.next()).item_id == first.id and session.events[-1].type == "conversation.item.deleted"
+        await session.connection.conversation.item.retrieve(item_id=item.id)
+        kept = (await session.until("conversation.item.retrieved"))[-1].item.content[0].audio
+        samples = np.frombuffer(base64.b64decode(kept), "<i2")
+        np.testing.assert_array_equal(samples, np.repeat([1, 2, 3], [12_000, 24_000, 24_000]))
+        content: Any = [{"type": "input_audio", "audio": base64.b64encode(bytes(48_000 * 3)).decode()}]
+        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
         error = await session.error()
         assert error.code == "audio_limit_exceeded" and "--max-realtime-audio-s" in error.message
-        await session.connection.conversation.item.delete(item_id=item.id)
-        await session.until("conversation.item.deleted")
-        await buffer.append(audio=SECOND)
-        await buffer.clear()
-        await session.until("input_audio_buffer.cleared")
+        assert (await session.respond(output_modalities=["text"]))[-1].response.output
 
     converse(with_flags(realtime_app, "--max-realtime-audio-s=2.5"), main)
 
@@ -160,7 +191,7 @@ def test_wrong_requests_for_keys(realtime_app: FastAPI) -> None:
         ({"session": {"type": "realtime", "audio": {"output": {"voice": "nobody"}}}}, "session.audio.output.voice"),
         ({"session": {"type": "transcription"}}, "session.type"),
         ({"session": {"type": "realtime", "colour": "red"}}, "session.colour"),
-        ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "body.expires_after.seconds"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "expires_after.seconds"),
     ]:
         answer = send(realtime_app, "POST", SECRETS, json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
@@ -200,3 +231,13 @@ def test_a_model_that_does_not_hear_or_speak(text_async_llm: AsyncOmniLLM, tiny_
         assert (await session.respond())[-1].response.output[0].content[0].text
 
     converse(app_of(client, tiny_qwen3), main, manual=False)
+
+
+def test_the_configurations_of_the_keys_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_secrets, "MAX_TOTAL_SECRET_BYTES", 2000)
+    keys = ClientSecrets()
+    made = keys.create(60, b"one", {"instructions": "x" * 1500})
+    with pytest.raises(PipelineFullError, match="client secrets are too large"):
+        keys.create(60, b"other", {"instructions": "x" * 500})
+    assert keys.find(made.value) is made
+    assert keys.create(60, b"other", {"instructions": "x" * 300})

@@ -123,6 +123,19 @@ def test_a_conversation_is_a_chat(realtime_app: FastAPI) -> None:
     assert answers[1].usage.output_tokens == 5
 
 
+@pytest.mark.slow
+def test_many_spoken_turns(realtime_app: FastAPI) -> None:
+    """More than the media parts that a request may have: those of a session are limited by their length."""
+
+    async def main(session: Session) -> Any:
+        for _ in range(65):
+            await session.speak(SOUND[:2400])
+        return (await session.respond(output_modalities=["text"], max_output_tokens=4))[-1].response
+
+    response = converse(realtime_app, main)
+    assert response.status == "incomplete" and response.usage.input_token_details.audio_tokens >= 65
+
+
 def test_a_function_call_and_its_output(realtime_app: FastAPI) -> None:
     parameters = {
         "type": "object",

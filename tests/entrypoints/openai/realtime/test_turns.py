@@ -4,6 +4,8 @@
 import asyncio
 import base64
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ needs_vad = pytest.mark.skipif(
 )
 VAD: Any = {"type": "server_vad", "silence_duration_ms": 400}
 RATE = 24000
+THREADS = ThreadPoolExecutor(1)
 
 
 def voiced() -> np.ndarray:
@@ -39,7 +42,7 @@ def pieces(samples: np.ndarray, ms: int = 100) -> list[np.ndarray]:
 @pytest.mark.parametrize("ms", [20, 100, 4000])
 def test_speech_is_found_in_any_pieces(ms: int) -> None:
     samples = voiced()
-    detector = TurnDetector(with_defaults(VAD), RATE, 500)
+    detector = TurnDetector(with_defaults(VAD), RATE, 500, THREADS)
 
     async def main() -> list[Any]:
         return [turn for piece in pieces(samples, ms) for turn in await detector.feed(piece)]
@@ -55,7 +58,7 @@ def test_speech_is_found_in_any_pieces(ms: int) -> None:
 def test_speech_is_found_in_the_sound_of_a_telephone() -> None:
     samples = voiced()
     telephone = samples[: len(samples) // 3 * 3].reshape(-1, 3).mean(axis=1).astype("<i2")  # 8 kHz
-    started, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0).feed(telephone))
+    started, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0, THREADS).feed(telephone))
     assert started.at_ms == pytest.approx(1080 - 300, abs=150)
     assert stopped.at_ms == pytest.approx(1000 * len(samples) / RATE - 1080 + 400, abs=250)
 
@@ -63,8 +66,34 @@ def test_speech_is_found_in_the_sound_of_a_telephone() -> None:
 @needs_vad
 def test_silence_and_noise_are_no_speech() -> None:
     noise = (np.random.default_rng(0).normal(size=2 * RATE) * 500).astype("<i2")
-    detector = TurnDetector(with_defaults(VAD), RATE, 0)
+    detector = TurnDetector(with_defaults(VAD), RATE, 0, THREADS)
     assert asyncio.run(detector.feed(noise)) == []
+
+
+def test_a_detector_that_reads_minutes_leaves_the_threads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the event loop, and its own between two seconds of sound."""
+    goes_on = threading.Event()
+
+    def blocked(detector: TurnDetector, window: np.ndarray) -> float:
+        goes_on.wait()
+        return 0.0
+
+    monkeypatch.setattr(TurnDetector, "_probability", blocked)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        detectors = [TurnDetector(with_defaults(VAD), RATE, 0, THREADS) for _ in range(4)]
+        feeds = [asyncio.create_task(each.feed(np.tile(SILENCE, 60))) for each in detectors]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 60) == "free"
+        other = asyncio.wrap_future(THREADS.submit(lambda: sum(each.done() for each in feeds)))
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert await other == 0
+        assert await asyncio.gather(*feeds) == [[]] * 4
+
+    asyncio.run(main())
 
 
 async def send(session: Session, samples: np.ndarray) -> None:
@@ -242,6 +271,6 @@ def test_without_silero_vad(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPat
             session={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
         )
         error = await session.error()
-        assert error.param == "session.audio.input.turn_detection" and "vllm-omni[realtime]" in error.message
+        assert error.param == "session.audio.input.turn_detection" and "pip install 'silero-vad" in error.message
 
     converse(realtime_app, main, manual=False)

@@ -103,7 +103,7 @@ def test_text_before_a_call_is_spoken(
     assert answer["finish_reason"] == "tool_calls" and len(answer["tool_calls"]) == 1
     assert (answer["content"] or "").strip() == (TEXT if "text" in modalities else "")
     # In the next turn, that is what the assistant has said.
-    kept = app.state.openai_serving_chat.transcripts.fill_in([{"audio": {"id": answer["audio"]["id"]}}])
+    kept = app.state.openai_serving_chat.transcripts.fill_in([{"audio": {"id": answer["audio"]["id"]}}], b"")
     assert kept[0]["content"].strip() == TEXT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniSer
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta, read_deltas
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Message
+from vllm_omni.entrypoints.openai.realtime.conversation import Message, Sound
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
 from vllm_omni.errors import OmniError
@@ -84,7 +84,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, asr_settings: Sequence[Values] = ()
+    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, sounds: Iterable[Sound]
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
@@ -92,7 +92,7 @@ async def deltas_of(
 
     Args:
         owner: See `RequestContext`.
-        asr_settings: See `ASRStage.as_text`.
+        sounds: Those whose addresses its messages have.
 
     Raises:
         ChatError: The request was refused, or failed.
@@ -100,9 +100,8 @@ async def deltas_of(
     context = RequestContext.start()
     context.owner = owner
     context.shows_text_end = True
+    context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
     try:
-        if chat.asr_stage is not None:
-            request.messages = await chat.asr_stage.as_text(request.messages, asr_settings)
         answer = await chat.create_chat_completion(request)
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)

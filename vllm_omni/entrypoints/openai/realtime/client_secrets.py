@@ -12,6 +12,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from vllm_omni.errors import PipelineFullError
+
 PREFIX = "ek_"
 SUBPROTOCOL = "realtime"
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
@@ -21,6 +23,8 @@ MIN_S, DEFAULT_S, MAX_S = 10, 600, 7200
 """Seconds that a key is valid."""
 MAX_SECRETS, MAX_SECRET_BYTES = 10_000, 64 << 20
 """Keys that one API key may have made, and bytes of their configurations."""
+MAX_TOTAL_SECRET_BYTES = 512 << 20
+"""Bytes of the configurations of all."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,17 @@ class ClientSecrets:
         self._secrets: dict[str, ClientSecret] = {}
 
     def create(self, seconds: int, owner: bytes, values: dict[str, Any]) -> ClientSecret:
-        """A new key; the owner's oldest ones go if there are too many, or if they are too large."""
+        """A new key; the owner's oldest ones go if there are too many, or if they are too large.
+
+        Raises:
+            PipelineFullError: Those of all owners are too large.
+        """
         now = time.time()
         for value in [value for value, secret in self._secrets.items() if secret.expires_at <= now]:
             del self._secrets[value]
         num_bytes = len(msgspec.json.encode(values))
+        if num_bytes + sum(secret.num_bytes for secret in self._secrets.values()) > MAX_TOTAL_SECRET_BYTES:
+            raise PipelineFullError("the configurations of all client secrets are too large; try again later", MIN_S)
         made = ClientSecret(PREFIX + secrets.token_urlsafe(32), int(now) + seconds, owner, values, num_bytes)
         self._secrets[made.value] = made
         own = [secret for secret in self._secrets.values() if secret.owner == owner]

@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.openai.realtime import turn_detection
 from vllm_omni.entrypoints.openai.realtime.audio import MAX_SPEED, MIN_SPEED
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.transcription_request import TranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import accepts_audio
+from vllm_omni.entrypoints.openai.transcriptions import accepts_audio, max_parts
 from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
 
 Values = dict[str, Any]
@@ -38,12 +38,17 @@ _RESPONSE_FIELDS = (
 class SessionRules:
     """What the served model can do in a session, and the configuration that a session starts with."""
 
-    def __init__(self, client: OmniEngineClient, asr_stage: ASRStage | None) -> None:
-        """`asr_stage`: transcribes the sounds of sessions; None: the model reads them."""
+    def __init__(self, client: OmniEngineClient, asr_stage: ASRStage | None, max_media_parts: int) -> None:
+        """
+        Args:
+            asr_stage: Transcribes the sounds of sessions; None: the model reads them.
+            max_media_parts: Of one request.
+        """
         self._asr_stage = asr_stage
         self._voices = client.voices
         self.speaks = "audio" in client.config.output_types
         self.accepts_audio = accepts_audio(client)
+        self.max_images = min(max_media_parts, max_parts(client, "image"))
 
     def default(self, model: str) -> Values:
         """The configuration of a new session, without id: OpenAI's, as far as the model and the installation go."""

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import regex
 from openai.types.realtime.response_item_reference import ResponseItemReference
+from vllm import envs
+from vllm.utils import random_uuid
 
+from vllm_omni.entrypoints.openai import media_input
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 
@@ -26,26 +31,42 @@ _CONTENT = {
 }
 """Types of content by role, each with the field that it needs."""
 
+_UNSPACED = r"\p{lb=SA}\p{lb=ID}\p{lb=CJ}\p{lb=NS}"
+"""The classes of line breaking (UAX 14) of scripts without spaces, as Chinese, Japanese and Thai; of emoji, too."""
+_UNIT = regex.compile(rf"\s+|(?=[{_UNSPACED}])\X|[^\s{_UNSPACED}]+")
+"""Spaces, a character of such a script with its marks, or a word of another."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Sound:
     """What a user said.
 
     Attributes:
         samples: int16 `[n]`.
+        text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
+        address: Names it in messages, where only its session can use it.
     """
 
     samples: np.ndarray
     format: SoundFormat
+    text: str | None = None
+    address: str = field(default_factory=lambda: f"sound:{random_uuid()}")
 
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.format.sample_rate
 
-    def uri(self) -> str:
-        """A WAV file."""
+    @property
+    def url(self) -> str:
+        """Its address in messages; where another connector of vLLM's reads these, the sound itself, as a WAV file."""
+        if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
+            return self.address
         pcm = self.samples.astype("<i2").tobytes()
         return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
+
+    def decoded(self) -> tuple[np.ndarray, float]:
+        """float32 `[n]` in [-1, 1], and its samples per second."""
+        return self.samples.astype(np.float32) / 32768.0, self.format.sample_rate
 
 
 @dataclass
@@ -55,18 +76,17 @@ class Item:
     Attributes:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
-        asr_settings: What the session set of the ASR stage's parameters when it was added; None: it was not added.
-        has_no_words: Its sounds are silence, in which an ASR stage finds no text.
-        made_ms, num_chars: Of an assistant's speech: its length, estimated while it is made, and that of its text.
+        asr_settings: What the session set of the ASR stage's parameters when it was added.
+        made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
+            `spoken_length` of its text.
         sent_ms: What of it the client has got.
     """
 
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
-    asr_settings: dict[str, Any] | None = None
-    has_no_words: bool = False
+    asr_settings: dict[str, Any] = field(default_factory=dict)
     made_ms: float = 0.0
-    num_chars: int = 0
+    text_length: int = 0
     sent_ms: float = 0.0
 
     @property
@@ -83,6 +103,11 @@ class Item:
         return sum(sound.seconds for sound in self.sounds.values())
 
     @property
+    def images(self) -> dict[int, str]:
+        """The addresses of its images, by index of its content."""
+        return {i: part["image_url"] for i, part in enumerate(self.content) if part.get("type") == "input_image"}
+
+    @property
     def num_chars_kept(self) -> int:
         """The characters of its texts and images."""
         parts = [self.data, *self.content]
@@ -95,10 +120,23 @@ class Item:
             content[index]["audio"] = _base64(sound.format.encode(sound.samples))
         return {**self.data, "content": content} if content else self.data
 
+    def drop_sounds(self) -> bool:
+        """Keeps the texts of its sounds in their place; False, and nothing, if one is not known."""
+        texts = {
+            i: self.content[i].get("transcript") if sound.text is None else sound.text
+            for i, sound in self.sounds.items()
+        }
+        if None in texts.values():
+            return False
+        nothing = np.zeros(0, np.int16)
+        self.sounds = {i: Sound(nothing, sound.format, texts[i]) for i, sound in self.sounds.items()}
+        return True
+
     def truncate(self, content_index: int, audio_end_ms: int) -> None:
         """Removes the part of an assistant's speech, and of its text, that was not played.
 
-        The text has no times: it is cut at the word where so much of the speech ends, if all of it is spoken evenly.
+        The text has no times: it is cut where so much of the speech ends, if all of it is spoken evenly, at the end of
+        a word, or of a character where the script has no spaces.
 
         Raises:
             EventError: The item is not speech, or shorter.
@@ -110,21 +148,20 @@ class Item:
             raise EventError(
                 f"audio_end_ms is {audio_end_ms}, and {self.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
             )
-        num_chars = round(self.num_chars * audio_end_ms / self.made_ms) if self.made_ms else 0
-        text = part["transcript"]
-        if num_chars < len(text):
-            heard = text[:num_chars]
-            part["transcript"] = heard if text[num_chars].isspace() else heard.rpartition(" ")[0]
+        length = round(self.text_length * audio_end_ms / self.made_ms) if self.made_ms else 0
+        if length < spoken_length(part["transcript"]):
+            part["transcript"] = _cut(part["transcript"], length)
         self.sent_ms = float(audio_end_ms)
-        self.made_ms, self.num_chars = self.sent_ms, len(part["transcript"])
+        self.made_ms, self.text_length = self.sent_ms, spoken_length(part["transcript"])
 
 
-def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
+def read_item(item: Any, sound_format: SoundFormat, asr_settings: dict[str, Any], at: str) -> Item:
     """An item that a client creates.
 
     Args:
         item: One of OpenAI's types for messages, function calls or their outputs.
         sound_format: Of its sounds.
+        asr_settings: See `Item`.
         at: Its place in the event.
 
     Raises:
@@ -134,7 +171,7 @@ def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
     data["id"] = data.get("id") or new_id("item")
     if data["type"] == "function_call":
         data["call_id"] = data.get("call_id") or new_id("call")
-    made = Item(data)
+    made = Item(data, asr_settings=asr_settings)
     if data["type"] != "message":
         return made
     known = _CONTENT[data["role"]]
@@ -146,24 +183,32 @@ def read_item(item: Any, sound_format: SoundFormat, at: str) -> Item:
         if known[kind] not in part:
             raise EventError(f"{kind} needs {known[kind]}", f"{name}.{known[kind]}", "missing_required_parameter")
         if kind == "input_audio":
-            samples = decode_sound(part.pop("audio"), sound_format, f"{name}.audio")
-            made.sounds[i] = Sound(samples, sound_format)
+            made.sounds[i] = _decode_sound(part.pop("audio"), sound_format, f"{name}.audio")
     return made
 
 
-def decode_sound(audio: str, sound_format: SoundFormat, param: str) -> np.ndarray:
-    """int16 `[n]` of base64.
-
+def decode_base64(audio: str, param: str) -> bytes:
+    """
     Raises:
-        EventError: It is not base64, or has half a sample.
+        EventError: It is not base64.
     """
     try:
-        data = base64.b64decode(audio, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return media_input.decode_base64(audio)
+    except ValueError as error:
         raise EventError(f"{param} is not base64: {error}", param) from error
+
+
+def _decode_sound(audio: str, sound_format: SoundFormat, param: str) -> Sound:
+    data = decode_base64(audio, param)
     if len(data) % sound_format.num_bytes:
         raise EventError(f"{param} has {len(data)} bytes; a sample has {sound_format.num_bytes}", param)
-    return sound_format.decode(data)
+    sound = Sound(sound_format.decode(data), sound_format)
+    if sound.seconds < MIN_AUDIO_SECONDS:
+        raise EventError(
+            f"{param} has {1000 * sound.seconds:.0f} ms of sound; send at least {1000 * MIN_AUDIO_SECONDS:.0f} ms",
+            param,
+        )
+    return sound
 
 
 class Conversation:
@@ -224,8 +269,20 @@ class Conversation:
         """Raises as `get`."""
         del self._items[self._index(item_id, "item_id")]
 
-    def select(self, items: Sequence[Any], sound_format: SoundFormat) -> list[Item]:
-        """The input of one response: items of its own, and references to those of the conversation.
+    def keep_newest_sounds(self, limit_s: float, newest: Item) -> list[Item]:
+        """Drops the oldest sounds until `limit_s` seconds are left, and returns those items that were removed whole,
+        since their texts are not known. Not `newest`, wherever it was added."""
+        removed = []
+        for item in [item for item in self._items if item.seconds and item is not newest]:
+            if self.seconds <= limit_s:
+                break
+            if not item.drop_sounds():
+                self.delete(item.id)
+                removed.append(item)
+        return removed
+
+    def select(self, items: Sequence[Any], sound_format: SoundFormat, asr_settings: dict[str, Any]) -> list[Item]:
+        """The input of one response: items of its own, see `read_item`, and references to those of the conversation.
 
         Raises:
             EventError: There is no such item, or one is wrong.
@@ -234,7 +291,7 @@ class Conversation:
         return [
             self.get(item.id, f"{name}.id")
             if isinstance(item, ResponseItemReference)
-            else read_item(item, sound_format, name)
+            else read_item(item, sound_format, asr_settings, name)
             for item, name in zip(items, names, strict=True)
         ]
 
@@ -246,7 +303,8 @@ class Conversation:
 
 
 def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
-    """The messages of a chat request. Function calls belong to the assistant's message before them."""
+    """The messages of a chat request, with the addresses of sounds. Function calls belong to the assistant's message
+    before them."""
     messages: list[Message] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -267,26 +325,37 @@ def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:
     return messages
 
 
-def to_asr_settings(items: Iterable[Item], current: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each sound of `to_messages` is transcribed with, in their order; `current`: if its item has no settings."""
-    heard = [item for item in items if not item.has_no_words]
-    return [current if item.asr_settings is None else item.asr_settings for item in heard for _ in item.sounds]
-
-
 def _tool_call(data: dict[str, Any]) -> dict[str, Any]:
     function = {"name": data["name"], "arguments": data["arguments"]}
     return {"id": data["call_id"], "type": "function", "function": function}
 
 
 def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "input_audio" and item.has_no_words:
-        return {"type": "text", "text": ""}
     if part["type"] == "input_audio":
-        return {"type": "audio_url", "audio_url": {"url": item.sounds[index].uri()}}
+        sound = item.sounds[index]
+        if sound.text is not None:
+            return {"type": "text", "text": sound.text}
+        return {"type": "audio_url", "audio_url": {"url": sound.url}, "uuid": sound.address}
     if part["type"] == "input_image":
         image = {"url": part["image_url"], **({"detail": part["detail"]} if "detail" in part else {})}
         return {"type": "image_url", "image_url": image}
     return {"type": "text", "text": part["text"]}
+
+
+def spoken_length(text: str) -> int:
+    """How long it takes to speak a text, in letters of English: about three for a wide character, as of Chinese."""
+    return sum(3 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def _cut(text: str, length: int) -> str:
+    """The words of a text that end within so much of its `spoken_length`."""
+    end = 0
+    for unit in _UNIT.finditer(text):
+        length -= spoken_length(unit.group())
+        if length < 0:
+            break
+        end = unit.end()
+    return text[:end].rstrip()
 
 
 def _base64(data: bytes) -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
@@ -18,9 +20,10 @@ class InputBuffer:
 
     def __init__(self, sound_format: SoundFormat) -> None:
         self.format = sound_format
-        self._pieces: list[np.ndarray] = []
+        self._pieces: deque[np.ndarray] = deque()
         self._start = 0
         self._num_samples = 0
+        self._half_sample = b""
 
     @property
     def seconds(self) -> float:
@@ -31,29 +34,37 @@ class InputBuffer:
         """The position of its end."""
         return (self._start + self._num_samples) * 1000 // self.format.sample_rate
 
-    def append(self, samples: np.ndarray) -> None:
-        """
-        Args:
-            samples: int16 `[n]`.
-        """
+    def append(self, data: bytes) -> np.ndarray:
+        """Appends encoded sound, whose pieces may end within a sample; returns the new samples, int16 `[n]`."""
+        data = self._half_sample + data
+        end = len(data) - len(data) % self.format.num_bytes
+        self._half_sample = data[end:]
+        samples = self.format.decode(data[:end])
+        self._add(samples)
+        return samples
+
+    def _add(self, samples: np.ndarray) -> None:
         self._pieces.append(samples)
         self._num_samples += len(samples)
 
     def take(self, until_ms: int | None = None) -> Sound:
         """What is before a position, or all of it, which then is not in the buffer."""
         samples = np.concatenate([np.zeros(0, np.int16), *self._pieces])
+        half_sample = self._half_sample
         self.clear()
         if until_ms is not None:
             size = max(0, until_ms * self.format.sample_rate // 1000 - self._start + len(samples))
             rest = samples[size:]
             self._start -= len(rest)
-            self.append(rest)
+            self._half_sample = half_sample
+            self._add(rest)
             samples = samples[:size].copy()
         return Sound(samples, self.format)
 
     def clear(self) -> None:
         self._start += self._num_samples
-        self._pieces, self._num_samples = [], 0
+        self._num_samples, self._half_sample = 0, b""
+        self._pieces.clear()
 
     def drop_before(self, at_ms: int) -> None:
         """Removes what is before a position."""
@@ -65,6 +76,10 @@ class InputBuffer:
 
     def _drop(self, num_samples: int) -> None:
         if num_samples > 0:
-            rest = np.concatenate([np.zeros(0, np.int16), *self._pieces])[num_samples:].copy()
-            self._start += min(num_samples, self._num_samples)
-            self._pieces, self._num_samples = [rest], len(rest)
+            num_samples = min(num_samples, self._num_samples)
+            self._start += num_samples
+            self._num_samples -= num_samples
+            while self._pieces and num_samples >= len(self._pieces[0]):
+                num_samples -= len(self._pieces.popleft())
+            if num_samples:
+                self._pieces[0] = self._pieces[0][num_samples:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from openai.types.realtime import (
     ConversationItemCreateEvent,
     ConversationItemDeleteEvent,
@@ -34,6 +33,8 @@ from pydantic import BaseModel, ValidationError
 from vllm.utils import random_uuid
 
 from vllm_omni.config.utils import nearest
+from vllm_omni.entrypoints.openai.json_body import InvalidJsonError, TooManyValuesError, decode, validator_of
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 
 Model = TypeVar("Model", bound=BaseModel)
 Path = tuple[str | int, ...]
@@ -96,7 +97,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{random_uuid()[:24]}"
 
 
-def read_event(text: str | bytes) -> Any:
+def read_event(text: str | bytes, max_values: int = RealtimeLimits.max_realtime_message_values) -> Any:
     """One of OpenAI's client events, with all fields checked.
 
     `session` of a `session.update` is a `RealtimeSessionCreateRequest`; `input` of a response may have
@@ -105,7 +106,7 @@ def read_event(text: str | bytes) -> Any:
     Raises:
         EventError: It is not one; names the field.
     """
-    data = _decode(text)
+    data = _decode(text, max_values)
     event_id = data.get("event_id")
     try:
         if event_id is not None and not isinstance(event_id, str):
@@ -117,11 +118,13 @@ def read_event(text: str | bytes) -> Any:
         raise
 
 
-def _decode(text: str | bytes) -> dict[str, Any]:
+def _decode(text: str | bytes, max_values: int) -> dict[str, Any]:
     try:
-        data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EventError(f"the message is not a JSON object: {error}", code="invalid_json") from error
+        data = decode(text, max_values).value
+    except TooManyValuesError as error:
+        raise EventError(f"the event {error}, which is the limit ({flag('max_realtime_message_values')})") from error
+    except InvalidJsonError as error:
+        raise EventError(f"the event {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise EventError("an event is a JSON object with a type", code="invalid_json")
     return data
@@ -220,7 +223,7 @@ def _take(data: dict[str, Any], field: str) -> dict[str, Any]:
 
 def _validate(model: type[Model], data: dict[str, Any], at: Path) -> Model:
     try:
-        value = model.model_validate(data)
+        value = validator_of(model).validate_python(data)
     except ValidationError as error:
         raise _as_event_error(error, data, at) from error
     except RecursionError as error:

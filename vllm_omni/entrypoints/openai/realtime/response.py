@@ -12,9 +12,15 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
+from vllm_omni.entrypoints.openai.chat_media import UnsentQueue
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Message
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    spoken_length,
+    to_messages,
+)
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Outlet,
@@ -24,10 +30,11 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     WrittenMessage,
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
-_MS_PER_CHAR = 1000 / 15
+_MS_PER_LETTER = 1000 / 15
 """Of speech that is not complete yet: about 150 words of English in a minute."""
 
 
@@ -37,51 +44,60 @@ class Response:
     Attributes:
         id: Its id.
         is_in_conversation: Whether its items belong to the conversation.
+        is_pending: Whether the words of its turn are not known yet; the client does not know of it.
     """
 
     def __init__(
         self,
         session: SessionContext,
         settings: Values,
-        messages: Sequence[Message],
-        asr_settings: Sequence[Values],
+        items: Sequence[Item],
         conversation: Conversation | None,
         conversation_id: str | None,
         metadata: dict[str, str] | None = None,
+        turn: Item | None = None,
     ) -> None:
         """
         Args:
             settings: The configuration of the response.
-            asr_settings: For each sound of the messages, in their order; see `ASRStage.as_text`.
+            items: What the model reads.
             conversation: Gets the output items; None: a response that is out of band.
+            turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
         """
         self.id = new_id("resp")
         self.is_in_conversation = conversation is not None
+        self.is_pending = turn is not None
+        self._turn = turn
         self._session, self._settings = session, settings
         self._conversation_id = conversation_id
         self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
-        self._request, self._asr_settings = make_request(settings, messages), asr_settings
+        self._items = items
+        self._sounds = [sound for item in items for sound in item.sounds.values()]
+        self._request = make_request(settings, self._messages())
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
-        self._deltas: asyncio.Queue[ChatDelta | ChatError | None] = asyncio.Queue()
+        self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(_num_bytes_of)
+        self._error: ChatError | None = None
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[bytes] = []
-        self._made_ms, self._num_chars, self._is_made = 0.0, 0, False
+        self._made_ms, self._text_length, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: Mapping[str, int] = {}
         self._num_cached_tokens = 0
         self._finish_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
+        self._unanswered_at: float | None = None  # Its turn has no words.
 
     @property
     def played_at(self) -> float | None:
-        """When its message was played, as the time of the event loop; None: it has no message."""
-        return None if self._message is None else self._message.played_at
+        """When its message was played, or its turn was found to have no words, as the time of the event loop; None:
+        neither."""
+        return self._unanswered_at if self._message is None else self._message.played_at
 
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
@@ -89,7 +105,7 @@ class Response:
         return self._task
 
     async def cancel(self, reason: CancelReason) -> None:
-        """Aborts it; returns when its last event was sent. Nothing, if it is ending already."""
+        """Aborts it; returns when its last event was sent: none, if it is pending. Nothing, if it is ending already."""
         assert self._task is not None
         await self._has_started.wait()  # A task that is cancelled before would not run at all.
         if self._cancel_reason is None and self._status == "in_progress":
@@ -103,9 +119,31 @@ class Response:
         await end(self._task)
 
     async def _run(self) -> None:
+        self._has_started.set()
+        try:
+            if self._turn is not None and not await self._has_words(self._turn):
+                self._unanswered_at = asyncio.get_running_loop().time()
+                return
+        except asyncio.CancelledError:
+            if self._cancel_reason is None:
+                raise
+            return
+        self.is_pending = False
+        await self._answer()
+
+    async def _has_words(self, turn: Item) -> bool:
+        try:
+            await write_texts(self._session, [turn])
+        except ChatError:
+            return True  # The answer fails with the same error, and the client gets it.
+        return any(sound.text for sound in turn.sounds.values())
+
+    def _messages(self) -> list[Any]:
+        return to_messages(self._settings["instructions"], self._items)
+
+    async def _answer(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
-            self._has_started.set()
             await self._session.send("response.created", response=self._as_dict())
             await self._send_deltas()
             self._status, self._details = self._ended()
@@ -124,27 +162,29 @@ class Response:
 
     async def _read(self) -> None:
         """Reads the deltas as they are made. An answer that is only function calls ends with them, unspoken."""
-        last: ChatError | None = None
         has_text, has_calls = False, False
         try:
             session = self._session
-            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._asr_settings)) as answer:
+            if session.chat.asr_stage is not None:
+                await write_texts(session, self._items)
+                self._request.messages = self._messages()
+            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._sounds)) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())
                     has_calls |= bool(delta.tool_calls)
-                    self._deltas.put_nowait(delta)
+                    await self._deltas.put(delta)
                     if has_calls and not has_text and delta.finish_reason:
                         break
             self._is_made = True
             self._note_in_item()
         except Exception as error:
-            last = as_chat_error(error)
-        self._deltas.put_nowait(last)
+            self._error = as_chat_error(error)
+        self._deltas.close()
 
     def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
-        self._num_chars += len(delta.text)
+        self._text_length += spoken_length(delta.text)
         self._made_ms += 1000 * len(delta.audio) / 2 / self._session.sample_rate / self._speed
         self._note_in_item()
 
@@ -155,17 +195,18 @@ class Response:
     def _note_in_item(self) -> None:
         """Speech that is still being made lags behind its text, and will be longer."""
         if self._message is not None:
-            expected_ms = 0.0 if self._is_made else self._num_chars * _MS_PER_CHAR / self._speed
-            self._message.item.made_ms, self._message.item.num_chars = max(self._made_ms, expected_ms), self._num_chars
+            expected_ms = 0.0 if self._is_made else self._text_length * _MS_PER_LETTER / self._speed
+            self._message.item.made_ms = max(self._made_ms, expected_ms)
+            self._message.item.text_length = self._text_length
 
     async def _send_deltas(self) -> None:
         while (delta := await self._deltas.get()) is not None:
-            if isinstance(delta, ChatError):
-                raise delta
             self._usage = delta.usage or self._usage
             self._mm_token_counts, self._num_cached_tokens = delta.mm_token_counts, delta.num_cached_tokens
             self._finish_reason = delta.finish_reason or self._finish_reason
             await self._take(delta)
+        if self._error is not None:
+            raise self._error
         if isinstance(self._message, SpokenMessage):
             await self._message.end_speech()
 
@@ -248,3 +289,7 @@ class Response:
             },
             "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
         }
+
+
+def _num_bytes_of(delta: ChatDelta) -> int:
+    return len(delta.text) + len(delta.audio) + sum(len(str(call)) for call in delta.tool_calls)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Request, WebSocket
+from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
-from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
@@ -23,6 +24,7 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, error_response, to_http_error
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage, served_names
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.client_secrets import (
     DEFAULT_S,
     MAX_S,
@@ -35,8 +37,8 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import (
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
 from vllm_omni.entrypoints.openai.realtime.session import Session
-from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.request_context import RequestContext, client_of
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
@@ -44,6 +46,7 @@ logger = logging.getLogger("vllm.omni.server")
 PATH = "/v1/realtime"
 
 _RETRY_S = 10
+_NUM_THREADS = 4  # That detect turns.
 _NO_CONVERSATION = "this model holds no conversation: it does not answer in text"
 
 
@@ -84,10 +87,14 @@ class ServingRealtime:
         self._chat = chat
         self._model_names = served_names(state)
         self._limits = limits_from(args, RealtimeLimits)
-        self._rules = SessionRules(chat.client, chat.asr_stage)
+        self._rules = SessionRules(chat.client, chat.asr_stage, limits_from(args, RequestLimits).max_media_parts)
         stage = final_stage(chat.client.config, "audio")
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
-        self._num_sessions = 0
+        self._media = MediaFetcher(chat.client, args)
+        self._num_sessions: Counter[bytes | str] = Counter()
+        self._send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
+        # Their own: minutes of sound that several clients send at once would take all threads of the event loop.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "realtime")
 
     def create_secret(self, request: ClientSecretRequest, owner: bytes) -> ClientSecret:
         """
@@ -109,21 +116,27 @@ class ServingRealtime:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Runs a session until it ends."""
-        if self._num_sessions >= self._limits.max_realtime_sessions:
-            await _deny(
-                websocket,
-                f"the server has {self._num_sessions} sessions ({flag('max_realtime_sessions')}); try again later",
-                HTTPStatus.TOO_MANY_REQUESTS,
-                {"Retry-After": str(_RETRY_S)},
-            )
+        client = client_of(websocket)
+        if (reason := self._is_full(client)) is not None:
+            headers = {"Retry-After": str(_RETRY_S)}
+            await _deny(websocket, f"{reason}; try again later", HTTPStatus.TOO_MANY_REQUESTS, headers)
             return
-        self._num_sessions += 1
+        self._num_sessions[client] += 1
         try:
             session = await self._open(websocket)
             if session is not None:
                 await session.run()
         finally:
-            self._num_sessions -= 1
+            self._num_sessions -= Counter([client])
+
+    def _is_full(self, client: bytes | str) -> str | None:
+        """Why the client may not open a session."""
+        limit, own = self._limits.max_realtime_sessions, self._limits.max_client_realtime_sessions
+        if self._num_sessions.total() >= limit:
+            return f"the server has {limit} sessions ({flag('max_realtime_sessions')})"
+        if self._num_sessions[client] >= (own := own or -(-limit // 2)):
+            return f"this key, or address, has {own} sessions ({flag('max_client_realtime_sessions')})"
+        return None
 
     async def _open(self, websocket: WebSocket) -> Session | None:
         secret = self._secrets.find(sent_key(websocket.scope))
@@ -150,6 +163,9 @@ class ServingRealtime:
             self._limits,
             owner=RequestContext.of(websocket).owner,
             sample_rate=self._sample_rate,
+            threads=self._threads,
+            media=self._media,
+            send_timeout_s=self._send_timeout_s,
         )
 
 
@@ -172,7 +188,6 @@ async def realtime(websocket: WebSocket) -> None:
 
 @router.post(
     f"{PATH}/client_secrets",
-    dependencies=[Depends(validate_json_request)],
     responses={HTTPStatus.OK.value: {"model": ClientSecretResponse}, **describe_errors()},
 )
 async def create_client_secret(request: ClientSecretRequest, raw_request: Request) -> JSONResponse:

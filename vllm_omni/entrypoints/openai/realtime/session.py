@@ -10,24 +10,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 from openai.types.realtime import RealtimeResponseCreateParams
+from openai.types.realtime.response_item_reference import ResponseItemReference
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
     Sound,
-    decode_sound,
+    decode_base64,
     read_item,
-    to_asr_settings,
-    to_messages,
 )
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
@@ -35,6 +39,7 @@ from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, r
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 
 MIN_TURN_S = 0.1  # As OpenAI's.
@@ -63,6 +68,9 @@ class Session:
         *,
         owner: bytes,
         sample_rate: int,
+        threads: Executor,
+        media: MediaFetcher,
+        send_timeout_s: float,
     ) -> None:
         """
         Args:
@@ -70,10 +78,14 @@ class Session:
             values: The configuration that it starts with.
             owner: See `RequestContext`.
             sample_rate: Of the model's speech, in Hz.
+            threads: See `TurnDetector`.
+            media: Reads the images of items.
+            send_timeout_s: How long an event may wait until the client has taken those before it.
         """
         self.id = new_id("sess")
         self._websocket, self._rules, self._limits = websocket, rules, limits
-        self._chat, self._owner = chat, owner
+        self._media, self._send_timeout_s = media, send_timeout_s
+        self._chat, self._owner, self._threads = chat, owner, threads
         self._expires_at = time.time() + limits.max_realtime_session_s
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
@@ -82,7 +94,7 @@ class Session:
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
         self._runner: asyncio.Task[Any] | None = None
-        self._has_failed = False
+        self._ended_by: Literal["error", "unread event"] | None = None
         self._turn_id: str | None = None  # The id of the item that is spoken.
         self._idle = IdleTimeout()
         self._values: Values = {}
@@ -110,9 +122,10 @@ class Session:
         except WebSocketDisconnect:
             pass
         except asyncio.CancelledError:
-            if not self._has_failed:
+            if self._ended_by is None:
                 raise
-            await self._websocket.close(_FAILED, "internal error")
+            if self._ended_by == "error":
+                await self._close(_FAILED, "internal error")
         finally:
             await self._abort()
 
@@ -141,24 +154,38 @@ class Session:
     async def _expire(self, reason: str, code: int) -> None:
         await self._abort()
         await self._send_error(EventError(f"the session has ended: {reason}", code="session_expired"))
-        await self._websocket.close(code, "session expired")
+        await self._close(code, "session expired")
 
     async def _handle(self, text: str | bytes) -> None:
         try:
-            event = read_event(text)
+            event = read_event(text, self._limits.max_realtime_message_values)
         except EventError as error:
             await self._send_error(error)
             return
+        await self._attempt(self._handlers[event.type](event), event.event_id)
+
+    async def _attempt(self, step: Awaitable[None], event_id: str | None) -> None:
         try:
-            await self._handlers[event.type](event)
+            await step
         except EventError as error:
-            error.event_id = event.event_id
+            error.event_id = event_id
             await self._send_error(error)
 
     async def _send(self, event_type: str, **fields: Any) -> None:
         """Sends an event; it has the fields as they are now."""
         data = msgspec.json.encode({"type": event_type, "event_id": new_id("event"), **fields}).decode()
-        await self._websocket.send_text(data)
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._websocket.send_text(data)
+        except TimeoutError as error:
+            if asyncio.current_task() is not self._runner:
+                self._end("unread event")
+            raise WebSocketDisconnect(1006, "the client does not read") from error
+
+    async def _close(self, code: int, reason: str) -> None:
+        with suppress(TimeoutError, WebSocketDisconnect):
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._websocket.close(code, reason)
 
     async def _send_error(self, error: EventError) -> None:
         await self._send("error", error=error.as_dict())
@@ -169,11 +196,14 @@ class Session:
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
                 logger.error("a realtime session failed", exc_info=error)
-                self._has_failed = True
-                assert self._runner is not None
-                self._runner.cancel()
+                self._end("error")
 
         task.add_done_callback(ended)
+
+    def _end(self, reason: Literal["error", "unread event"]) -> None:
+        assert self._runner is not None
+        self._ended_by = reason
+        self._runner.cancel()
 
     # The session.
 
@@ -197,7 +227,7 @@ class Session:
     def _detect(self, settings: Values | None) -> None:
         self._detector = None
         if settings is not None:
-            self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms)
+            self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms, self._threads)
         self._turn_id = None
         self._idle.restart()
 
@@ -206,15 +236,15 @@ class Session:
     async def _append(self, event: Any) -> None:
         if not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "audio", "unsupported")
-        samples = decode_sound(event.audio, self._buffer.format, "audio")
-        self._check_room("audio", seconds=len(samples) / self._buffer.format.sample_rate)
         start_ms = self._buffer.end_ms
-        self._buffer.append(samples)
+        samples = self._buffer.append(decode_base64(event.audio, "audio"))
         if self._detector is None:
+            self._buffer.keep_last(self._max_ms)
             return
         for turn in await self._detector.feed(samples):
-            await self._follow(turn)
+            await self._attempt(self._follow(turn), event.event_id)  # An error of one leaves the others.
         if self._turn_id is not None:
+            self._buffer.keep_last(self._max_ms)
             return
         timeout_ms = self._values["audio"]["input"]["turn_detection"].get("idle_timeout_ms")
         if self._idle.feed(start_ms, self._buffer.end_ms, timeout_ms):
@@ -233,12 +263,17 @@ class Session:
                 "text_limit_exceeded",
             )
         limit_s = self._limits.max_realtime_audio_s
-        if self._conversation.seconds + self._buffer.seconds + seconds > limit_s:
+        if seconds > limit_s:
             raise EventError(
-                f"a session keeps {limit_s:g} s of sound ({flag('max_realtime_audio_s')}); delete items",
+                f"the item has {seconds:.0f} s of sound, and a session keeps {limit_s:g} s "
+                f"({flag('max_realtime_audio_s')})",
                 param,
                 "audio_limit_exceeded",
             )
+
+    @property
+    def _max_ms(self) -> int:
+        return int(1000 * self._limits.max_realtime_audio_s)
 
     async def _follow(self, turn: Turn) -> None:
         """Speech has started, which interrupts a response, or has stopped, which asks for one."""
@@ -253,9 +288,13 @@ class Session:
             return
         item_id = self._turn_id or new_id("item")
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
-        await self._commit_sound(self._buffer.take(turn.at_ms), item_id)
+        sound = self._buffer.take(turn.at_ms)
+        if sound.seconds < MIN_AUDIO_SECONDS:  # The client has committed or cleared it.
+            self._turn_id = None
+            return
+        item = await self._commit_sound(sound, item_id)
         if settings["create_response"]:
-            await self._respond(None)
+            await self._respond(None, None if self._chat.asr_stage is None else item)
 
     async def _answer_silence(self) -> None:
         """The user has said nothing for `idle_timeout_ms`: the silence is a turn, and the model may ask for one."""
@@ -264,7 +303,9 @@ class Session:
         self._buffer.drop_before(start_ms)
         times = {"audio_start_ms": start_ms, "audio_end_ms": end_ms}
         await self._send("input_audio_buffer.timeout_triggered", **times, item_id=item_id)
-        await self._commit_sound(self._buffer.take(), item_id, has_no_words=self._chat.asr_stage is not None)
+        sound = self._buffer.take()
+        sound.text = None if self._chat.asr_stage is None else ""
+        await self._commit_sound(sound, item_id)
         if self._values["audio"]["input"]["turn_detection"]["create_response"]:
             await self._respond(None)
 
@@ -275,18 +316,20 @@ class Session:
                 f"{1000 * MIN_TURN_S:.0f} ms",
                 code="input_audio_buffer_commit_empty",
             )
+        self._check_room("audio")
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
-    async def _commit_sound(self, sound: Sound, item_id: str, *, has_no_words: bool = False) -> None:
+    async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
         self._turn_id = None
         self._idle.stop()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
-        item = Item({**data, "content": content}, {0: sound}, has_no_words=has_no_words)
+        item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
             self._watch(self._transcriptions.start(item, sound, settings))
+        return item
 
     async def _clear(self, event: Any) -> None:
         self._buffer.clear()
@@ -296,21 +339,38 @@ class Session:
     # The conversation.
 
     async def _create_item(self, event: Any) -> None:
-        item = read_item(event.item, self._buffer.format, "item")
+        item = read_item(event.item, self._buffer.format, self._rules.asr_settings(self._values), "item")
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
+        await self._check_images(item, sum(len(other.images) for other in self._conversation), "item")
         await self._add(item, event.previous_item_id)
 
+    async def _check_images(self, item: Item, num_others: int, at: str) -> None:
+        """Refuses images that no response could read; `num_others`: those that it would read with them."""
+        for number, (index, url) in enumerate(item.images.items(), num_others + 1):
+            param = f"{at}.content[{index}].image_url"
+            if number > self._rules.max_images:
+                raise EventError(
+                    f"this model reads {self._rules.max_images} images at once; delete items", param, "unsupported"
+                )
+            RequestContext.start().owner = self._owner
+            try:
+                await self._media.images([url], param)
+            except Exception as error:
+                refusal = as_chat_error(error)
+                raise EventError(refusal.message, param, refusal.code, refusal.type) from error
+
     async def _add(self, item: Item, previous_id: str | None) -> None:
-        item.asr_settings = self._rules.asr_settings(self._values)
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
+        for unknown in self._conversation.keep_newest_sounds(self._limits.max_realtime_audio_s, item):
+            await self._send("conversation.item.deleted", item_id=unknown.id)
 
     async def _retrieve_item(self, event: Any) -> None:
         item = self._conversation.get(event.item_id, code="item_retrieve_invalid_item_id")  # Pipecat waits for it.
-        await self._send("conversation.item.retrieved", item=item.with_sound())
+        await self._send("conversation.item.retrieved", item=await asyncio.to_thread(item.with_sound))
 
     async def _truncate_item(self, event: Any) -> None:
         self._conversation.get(event.item_id).truncate(event.content_index, event.audio_end_ms)
@@ -330,8 +390,11 @@ class Session:
     async def _create_response(self, event: Any) -> None:
         await self._respond(event.response)
 
-    async def _respond(self, params: RealtimeResponseCreateParams | None) -> None:
+    async def _respond(self, params: RealtimeResponseCreateParams | None, turn: Item | None = None) -> None:
+        """`turn`: see `Response`."""
         in_conversation = params is None or params.conversation != "none"
+        if in_conversation and (active := self._active()) and active.is_pending:
+            await active.close()  # The new one answers its turn, too.
         if in_conversation and (active := self._active()):
             raise EventError(
                 f"the conversation has an active response, {active.id}; wait for its end, or cancel it",
@@ -342,16 +405,22 @@ class Session:
         settings = self._rules.for_response(self._values, params)
         items = list(self._conversation)
         if params is not None and params.input is not None:
-            items = self._conversation.select(params.input, self._buffer.format)
+            asr_settings = self._rules.asr_settings(self._values)
+            items = self._conversation.select(params.input, self._buffer.format, asr_settings)
+            num_images = 0
+            for i, item in enumerate(items):
+                if not isinstance(params.input[i], ResponseItemReference):
+                    await self._check_images(item, num_images, f"response.input[{i}]")
+                num_images += len(item.images)
         try:
             response = Response(
                 self._context,
                 settings,
-                to_messages(settings["instructions"], items),
-                to_asr_settings(items, self._rules.asr_settings(self._values)),
+                items,
                 self._conversation if in_conversation else None,
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,
+                turn,
             )
         except (VLLMClientError, ValueError) as error:
             raise EventError(f"the response cannot be made: {error}", "response") from error
@@ -369,10 +438,12 @@ class Session:
 
     async def _cancel_response(self, event: Any) -> None:
         response = self._active() if event.response_id is None else self._responses.get(event.response_id)
-        if response is None:
+        is_unknown = response is None or response.is_pending
+        if response is not None:
+            await response.cancel("client_cancelled")
+        if is_unknown:
             raise EventError(
                 "Cancellation failed: there is no active response",  # OpenAI's words: LiveKit ignores it by them.
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )
-        await response.cancel("client_cancelled")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from openai.types.audio.transcription import UsageDuration
@@ -19,6 +19,28 @@ from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, 
 
 _EVENT = "conversation.item.input_audio_transcription"
 _MAX_AT_ONCE = 4  # By the model; further ones wait.
+
+
+async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
+    """Has the ASR stage write the text of each sound that has none. Run it in a task of its own, as `deltas_of`.
+
+    Raises:
+        ChatError: It failed.
+    """
+    sounds = [(sound, item.asr_settings) for item in items for sound in item.sounds.values() if sound.text is None]
+    context = RequestContext.start()
+    context.owner = session.owner
+    context.kept_sounds = {sound.address: sound.decoded for sound, _ in sounds}
+    stage = session.chat.asr_stage
+    assert stage is not None
+
+    async def write(sound: Sound, settings: Values) -> None:
+        sound.text = await stage.transcript(sound.url, "item.content", settings)
+
+    try:
+        await asyncio.gather(*(write(*each) for each in sounds))
+    except Exception as error:
+        raise as_chat_error(error) from error
 
 
 class InputTranscriptions:
@@ -67,22 +89,17 @@ class InputTranscriptions:
         self, item: Item, sound: Sound, settings: Values, transcript: Transcript
     ) -> AsyncGenerator[str, None]:
         """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
-        if item.has_no_words:
-            return
-        if (stage := self._session.chat.asr_stage) is not None:
-            RequestContext.start().owner = self._session.owner
-            try:
-                text = await stage.transcript(sound.uri(), "item.content", item.asr_settings or {})
-            except Exception as error:
-                raise as_chat_error(error) from error
-            yield text
+        if self._session.chat.asr_stage is not None:
+            await write_texts(self._session, [item])
+            if sound.text:
+                yield sound.text
             return
         transcript.usage = token_usage(UsageInfo())
-        request = transcription_request(settings, sound.uri()).as_chat(
+        request = transcription_request(settings, sound.url).as_chat(
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model
-        deltas = read_texts(deltas_of(self._session.chat, request, self._session.owner), transcript)
+        deltas = read_texts(deltas_of(self._session.chat, request, self._session.owner, [sound]), transcript)
         async with self._slots, aclosing(deltas):
             async for delta in deltas:
                 yield delta

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import torch
 
 from vllm_omni.entrypoints.openai.audio_formats import SpeechFilter
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
+from vllm_omni.extras import install_command
 
 SAMPLE_RATE = 16000
 _WINDOW, _CONTEXT = 512, 64
@@ -60,7 +62,7 @@ def check(settings: dict[str, Any], at: str) -> None:
         if not 0 <= settings.get(name, 0) <= _MAX_MS:
             raise EventError(f"{name} must be from 0 to {_MAX_MS}", f"{at}.{name}")
     if not is_installed():
-        raise EventError("turn detection needs silero-vad: pip install 'vllm-omni[realtime]', or set it to null", at)
+        raise EventError(f"turn detection needs silero-vad: {install_command('realtime')}; or set it to null", at)
 
 
 def is_installed() -> bool:
@@ -91,13 +93,15 @@ class Turn:
 class TurnDetector:
     """Reads a session's sound as it arrives. One caller at a time."""
 
-    def __init__(self, settings: dict[str, Any], sample_rate: int, start_ms: int) -> None:
+    def __init__(self, settings: dict[str, Any], sample_rate: int, start_ms: int, threads: Executor) -> None:
         """
         Args:
             settings: A `turn_detection` with its defaults.
             sample_rate: Of the sound, in Hz.
             start_ms: Where the sound starts, in that of the session.
+            threads: Read it, of all sessions in turn: a second of it takes some milliseconds.
         """
+        self._threads, self._step = threads, sample_rate
         self._start_ms = start_ms
         self._prefix_ms = settings.get("prefix_padding_ms", _SERVER_VAD["prefix_padding_ms"])
         self._threshold = settings.get("threshold", _SERVER_VAD["threshold"])
@@ -122,7 +126,12 @@ class TurnDetector:
         Returns:
             What has happened in them.
         """
-        return await asyncio.to_thread(lambda: list(self._feed(samples)))
+        loop = asyncio.get_running_loop()
+        turns: list[Turn] = []
+        for start in range(0, len(samples), self._step):
+            piece = samples[start : start + self._step]
+            turns += await loop.run_in_executor(self._threads, list, self._feed(piece))
+        return turns
 
     def _feed(self, samples: np.ndarray) -> Iterator[Turn]:
         resampled = self._filter.run(samples.astype(np.float32)[None] / 32768.0)[0]

@@ -10,6 +10,7 @@ deepstack levels, which this file requires.
 """
 
 import torch
+from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_omni_moe_thinker import (
     Qwen3OmniMoeThinkerDummyInputsBuilder,
@@ -39,15 +40,20 @@ class OmniQwen3OmniMoeThinker(QwenOmniThinker, Qwen3OmniMoeThinkerForConditional
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        layer = vllm_config.model_config.hf_config.talker_config.accept_hidden_layer
+        hf_config = vllm_config.model_config.hf_config
+        self.omni_aux_hidden_state_layers = self._find_layers(hf_config) if hf_config.enable_audio_output else ()
+        self.set_media_token_ids(self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id)
+
+    def _find_layers(self, hf_config: PretrainedConfig) -> tuple[int, ...]:
+        """The layers whose states the talker reads."""
+        layer = hf_config.talker_config.accept_hidden_layer
         num_layers = len(self.language_model.model.layers)
         if not self.deepstack_num_level < layer < num_layers:
             raise ValueError(
                 f"accept_hidden_layer={layer} must be above the {self.deepstack_num_level} deepstack levels "
                 f"and below the thinker's {num_layers} layers"
             )
-        self.omni_aux_hidden_state_layers = (layer,)
-        self.set_media_token_ids(self.config.audio_token_id, self.config.image_token_id, self.config.video_token_id)
+        return (layer,)
 
     def make_omni_output(
         self,

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny pipelines of many of diffusers' classes, built of shared parts with random weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Kandinsky3UNet,
+    LatteTransformer3DModel,
+    LCMScheduler,
+    MotionAdapter,
+    OmniGenTransformer2DModel,
+    PixArtTransformer2DModel,
+    PriorTransformer,
+    PRXTransformer2DModel,
+    T2IAdapter,
+    UnCLIPScheduler,
+    UNet2DConditionModel,
+    VQModel,
+)
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    Qwen3Model,
+)
+
+from vllm_omni.testing.tiny.text_encoders import (
+    clip_config,
+    make_clip_tokenizer,
+    make_qwen_tokenizer,
+    make_t5,
+    make_t5_tokenizer,
+    qwen3_config,
+)
+from vllm_omni.testing.tiny.tokenizer import padded_vocab_size
+from vllm_omni.testing.tiny.weights import fill_random
+
+TEXT = 32
+CHANNELS = (8, 16)
+_NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+_NO_CHECKER: dict[str, Any] = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+
+
+def build(name: str) -> DiffusionPipeline:
+    """A pipeline of this class. Its networks depend on all of their inputs, and its output is not flat."""
+    make = next(make for prefix, make in _FAMILIES.items() if name.startswith(prefix))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe = getattr(diffusers, name)(**make(name))
+    for index, module in enumerate(pipe.components.values()):
+        if isinstance(module, torch.nn.Module):
+            fill_random(module.eval(), index, 0.7 if "Kandinsky" in name else 1.0)  # it doubles rounding errors else
+    return pipe
+
+
+def _vae() -> AutoencoderKL:
+    """8 pixels a latent on each side."""
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+
+
+def _ddim() -> DDIMScheduler:
+    return DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+
+
+def _unet(**settings: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        **{
+            "sample_size": 8,
+            "block_out_channels": CHANNELS,
+            "layers_per_block": 1,
+            "norm_num_groups": 4,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": TEXT,
+            "attention_head_dim": 2,
+            **settings,
+        }
+    )
+
+
+def _adapter() -> T2IAdapter:
+    return T2IAdapter(channels=list(CHANNELS), num_res_blocks=1, downscale_factor=8, adapter_type="full_adapter")
+
+
+def _for_adapter(name: str) -> dict[str, Any]:
+    """An adapter's features have the size that each block of the UNet has before it scales down."""
+    if "Adapter" not in name:
+        return {}
+    return {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+
+
+def _controlled(name: str, unet: UNet2DConditionModel) -> dict[str, Any]:
+    if "ControlNet" in name:
+        net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 4, 8, 8))
+        return {"controlnet": net}
+    return {"adapter": _adapter()} if "Adapter" in name else {}
+
+
+def _stable_diffusion(name: str) -> dict[str, Any]:
+    tokenizer = make_clip_tokenizer()
+    unet = _unet(in_channels=8 if "Pix2Pix" in name else 4, **_for_adapter(name))
+    if "LatentConsistency" in name:
+        unet = _unet(time_cond_proj_dim=8)
+    return {
+        "vae": _vae(),
+        "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
+        "tokenizer": tokenizer,
+        "unet": unet,
+        "scheduler": LCMScheduler(**_NOISE) if "LatentConsistency" in name else _ddim(),
+        **_NO_CHECKER,
+        **_controlled(name, unet),
+    }
+
+
+def _stable_diffusion_xl(name: str) -> dict[str, Any]:
+    tokenizer = make_clip_tokenizer()
+    unet = _unet(
+        in_channels=8 if "Pix2Pix" in name else 4,
+        cross_attention_dim=2 * TEXT,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=TEXT + 6 * 8,
+        use_linear_projection=True,
+        **_for_adapter(name),
+    )
+    return {
+        "vae": _vae(),
+        "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 3)),
+        "text_encoder_2": CLIPTextModelWithProjection(clip_config(tokenizer, TEXT, 3)),
+        "tokenizer": tokenizer,
+        "tokenizer_2": tokenizer,
+        "unet": unet,
+        "scheduler": _ddim(),
+        **_controlled(name, unet),
+    }
+
+
+def _animate_diff(name: str) -> dict[str, Any]:
+    tokenizer = make_clip_tokenizer()
+    return {
+        "vae": _vae(),
+        "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
+        "tokenizer": tokenizer,
+        "unet": _unet(),
+        "scheduler": _ddim(),
+        "motion_adapter": MotionAdapter(
+            block_out_channels=CHANNELS,
+            motion_layers_per_block=1,
+            motion_norm_num_groups=4,
+            motion_num_attention_heads=2,
+        ),
+    }
+
+
+def _t5(hidden: int = TEXT) -> dict[str, Any]:
+    tokenizer = make_t5_tokenizer()
+    return {"tokenizer": tokenizer, "text_encoder": make_t5(tokenizer, hidden, 2)}
+
+
+def _pixart(name: str) -> dict[str, Any]:
+    transformer = PixArtTransformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        cross_attention_dim=24,
+        caption_channels=TEXT,
+        use_additional_conditions=False,
+    )
+    return {"transformer": transformer, "vae": _vae(), "scheduler": _ddim(), **_t5()}
+
+
+def _latte(name: str) -> dict[str, Any]:
+    transformer = LatteTransformer3DModel(
+        sample_size=8,
+        num_layers=1,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_channels=TEXT,
+        in_channels=4,
+        cross_attention_dim=24,
+        out_channels=8,
+        attention_bias=True,
+        activation_fn="gelu-approximate",
+        num_embeds_ada_norm=1000,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        video_length=2,
+    )
+    return {"transformer": transformer, "vae": _vae(), "scheduler": _ddim(), **_t5()}
+
+
+def _omnigen(name: str) -> dict[str, Any]:
+    tokenizer = make_qwen_tokenizer()
+    transformer = OmniGenTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=64,
+        num_layers=2,
+        in_channels=4,
+        time_step_dim=8,
+        vocab_size=padded_vocab_size(tokenizer),
+        pad_token_id=2,
+        rope_scaling={"long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+    )
+    return {
+        "transformer": transformer,
+        "vae": _vae(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(invert_sigmas=True, num_train_timesteps=1),
+        "tokenizer": tokenizer,
+    }
+
+
+def _movq() -> VQModel:
+    return VQModel(
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        norm_type="spatial",
+        num_vq_embeddings=12,
+        vq_embed_dim=4,
+    )
+
+
+# The blocks of Kandinsky 2 and of DeepFloyd IF.
+_SIMPLE_ATTENTION: dict[str, Any] = {
+    "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+    "attention_head_dim": 4,
+    "resnet_time_scale_shift": "scale_shift",
+    "encoder_hid_dim": TEXT,
+}
+
+
+def _kandinsky_2_2(name: str) -> dict[str, Any]:
+    tokenizer = make_clip_tokenizer()
+    vision = CLIPVisionConfig(
+        hidden_size=TEXT,
+        projection_dim=TEXT,
+        intermediate_size=TEXT,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        image_size=32,
+        patch_size=8,
+    )
+    return {
+        "unet": _unet(
+            out_channels=8, addition_embed_type="image", encoder_hid_dim_type="image_proj", **_SIMPLE_ATTENTION
+        ),
+        "scheduler": _ddim(),
+        "movq": _movq(),
+        "prior_prior": PriorTransformer(num_attention_heads=2, attention_head_dim=12, embedding_dim=TEXT, num_layers=1),
+        "prior_image_encoder": CLIPVisionModelWithProjection(vision),
+        "prior_text_encoder": CLIPTextModelWithProjection(clip_config(tokenizer, TEXT, 2)),
+        "prior_tokenizer": tokenizer,
+        "prior_scheduler": UnCLIPScheduler(
+            variance_type="fixed_small_log", prediction_type="sample", clip_sample=True, clip_sample_range=10.0
+        ),
+        "prior_image_processor": CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32),
+    }
+
+
+def _kandinsky_3(name: str) -> dict[str, Any]:
+    unet = Kandinsky3UNet(
+        in_channels=4,
+        time_embedding_dim=4,
+        groups=2,
+        attention_head_dim=4,
+        layers_per_block=3,
+        block_out_channels=(32, 64),
+        cross_attention_dim=4,
+        encoder_hid_dim=TEXT,
+    )
+    return {"unet": unet, "scheduler": DDPMScheduler(**_NOISE), "movq": _movq(), **_t5()}
+
+
+def _deep_floyd(name: str) -> dict[str, Any]:
+    unet = _unet(
+        sample_size=32,
+        in_channels=3,
+        out_channels=6,
+        addition_embed_type="text",
+        addition_embed_type_num_heads=2,
+        cross_attention_norm="group_norm",
+        act_fn="gelu",
+        **{**_SIMPLE_ATTENTION, "cross_attention_dim": TEXT},
+    )
+    scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2", variance_type="learned_range", thresholding=True)
+    return {"unet": unet, "scheduler": scheduler, **_t5(), **_NO_CHECKER, "watermarker": None}
+
+
+def _prx_pixel(name: str) -> dict[str, Any]:
+    tokenizer = make_qwen_tokenizer()
+    transformer = PRXTransformer2DModel(
+        in_channels=3,
+        patch_size=8,
+        context_in_dim=TEXT,
+        hidden_size=32,
+        num_heads=4,
+        depth=2,
+        axes_dim=[4, 4],
+        bottleneck_size=16,
+        resolution_embeds=True,
+    )
+    return {
+        "transformer": transformer,
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "text_encoder": Qwen3Model(qwen3_config(tokenizer, TEXT, 2)),
+        "tokenizer": tokenizer,
+        "default_sample_size": None,
+        "prompt_max_tokens": 48,
+    }
+
+
+_FAMILIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "StableDiffusionXL": _stable_diffusion_xl,
+    "StableDiffusion": _stable_diffusion,
+    "LatentConsistency": _stable_diffusion,
+    "AnimateDiff": _animate_diff,
+    "PixArt": _pixart,
+    "Latte": _latte,
+    "OmniGen": _omnigen,
+    "KandinskyV22": _kandinsky_2_2,
+    "Kandinsky3": _kandinsky_3,
+    "IF": _deep_floyd,
+    "PRXPixel": _prx_pixel,
+}
+"""The beginning of a class's name -> a function of the name that makes the arguments of its constructor."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions without a pipeline: a chat handler that answers at once, and an ASR stage that measures levels."""
+
+import base64
+from collections.abc import AsyncGenerator, Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from vllm.exceptions import VLLMValidationError
+
+from tests.entrypoints.openai.small_apps import make_app
+from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher
+from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.sse import sse_line
+from vllm_omni.entrypoints.openai.voices import Voices
+
+MODEL = "fake"
+MAX_PARTS = {"audio": 999, "image": 2}
+TONE = base64.b64encode(np.full(2400, 1000, "<i2").tobytes()).decode()
+"""100 ms of speech."""
+
+
+class FakeASRStage:
+    """Writes the level of a constant sound; nothing for silence and quiet noises."""
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def check(self, settings: Mapping[str, Any]) -> None: ...
+
+    async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
+        samples, _ = RequestContext.current().kept_sounds[url]()
+        level = round(float(np.median(samples)), 1) if len(samples) else 0.0
+        return f"It is {level}." if level else ""
+
+
+class FakeChat:
+    """A chat handler, that reads the media of its messages.
+
+    Attributes:
+        requests: Those so far.
+        answer: Makes the deltas of an answer of its messages, as OpenAI's. By default they repeat the last text.
+        media: Reads images; set with the application.
+    """
+
+    media: MediaFetcher
+
+    def __init__(self, *, hears: bool = False) -> None:
+        stages = [SimpleNamespace(final_output=True, final_output_type="audio", sample_rate=24_000)]
+        config = SimpleNamespace(
+            output_types=["text", "audio"], stage_args=stages, accepting_stage=lambda *types: object()
+        )
+        self.client = SimpleNamespace(
+            config=config,
+            voices=Voices(["ann"], {}),
+            has_renderer=True,
+            stage=SimpleNamespace(transcription_prompt="Transcribe."),
+            renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
+            check_admission=lambda: None,
+        )
+        self.asr_stage = None if hears else FakeASRStage()
+        self.requests: list[Any] = []
+        self.answer: Callable[[list[Any]], list[dict[str, Any]]] = repeat
+
+    async def create_chat_completion(self, request: Any) -> AsyncGenerator[str, None]:
+        self.requests.append(request)
+        parts = [part for message in request.messages for part in _parts_of(message)]
+        await self.media.images([part["image_url"]["url"] for part in parts if part["type"] == "image_url"], "messages")
+        kept = RequestContext.current().kept_sounds
+        sounds = [kept[part["audio_url"]["url"]]() for part in parts if part["type"] == "audio_url"]
+        if any(len(samples) < MIN_AUDIO_SECONDS * rate for samples, rate in sounds):
+            raise VLLMValidationError("a sound is too short")
+        return self._lines(self.answer(request.messages))
+
+    async def _lines(self, deltas: list[dict[str, Any]]) -> AsyncGenerator[str, None]:
+        for delta in deltas:
+            yield sse_line({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        yield sse_line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage})
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def repeat(messages: list[Any]) -> list[dict[str, Any]]:
+    content = messages[-1].get("content") if messages else None
+    text = content if isinstance(content, str) else " ".join(part.get("text", "") for part in content or ())
+    return [{"content": f"I heard: {text}"}, {"audio": {"data": TONE}}, {"audio": {"data": TONE}}]
+
+
+def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
+    """The application of its sessions."""
+    app = make_app(**{"allowed_local_media_path": "", "allowed_media_domains": None, **flags})
+    app.include_router(router)
+    app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
+    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args)  # type: ignore[arg-type]
+    chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
+    return app

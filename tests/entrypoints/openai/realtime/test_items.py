@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session accepts can be read by every response that follows; what cannot be read is refused."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.entrypoints.openai.media_apps import png
+from tests.entrypoints.openai.realtime.fake_chat import MAX_PARTS, MODEL, TONE, FakeChat, session_app
+from tests.entrypoints.openai.realtime.level_detector import LevelDetector
+from tests.entrypoints.openai.realtime.sessions import Session, converse
+
+PICTURE = "data:image/png;base64," + base64.b64encode(png(8, 8)).decode()
+SOUND = np.arange(4800, dtype="<i2").tobytes()
+
+
+def user(*content: Any) -> Any:
+    return {"type": "message", "role": "user", "content": list(content)}
+
+
+def image(url: str) -> Any:
+    return {"type": "input_image", "image_url": url}
+
+
+async def create(session: Session, *content: Any) -> Any:
+    await session.connection.conversation.item.create(item=user(*content))
+    return (await session.until("conversation.item.done"))[-1].item
+
+
+async def sound_of(session: Session, item: Any) -> bytes:
+    await session.connection.conversation.item.retrieve(item_id=item.id)
+    return base64.b64decode((await session.until("conversation.item.retrieved"))[-1].item.content[0].audio)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["data:image/png;base64,AAAA", PICTURE[:-40], "data:,", "x", "file:///etc/hostname"],
+    ids=["no picture", "cut", "empty", "no address", "local"],
+)
+def test_a_broken_picture_is_refused(url: str) -> None:
+    async def main(session: Session) -> None:
+        await session.connection.conversation.item.create(item=user({"type": "input_text", "text": "a"}, image(url)))
+        error = await session.error()
+        assert error.param == "item.content[1].image_url" and error.type == "invalid_request_error"
+        await session.connection.response.create(response={"input": [user(image(url))]})
+        assert (await session.error()).param == "response.input[0].content[0].image_url"
+        await create(session, image(PICTURE), {"type": "input_text", "text": "What is it?"})
+        (item,) = (await session.respond())[-1].response.output
+        assert "What is it?" in item.content[0].transcript
+
+    converse(session_app(FakeChat()), main, model=MODEL)
+
+
+def test_more_pictures_than_the_model_reads() -> None:
+    async def main(session: Session) -> None:
+        items = [await create(session, image(PICTURE)) for _ in range(MAX_PARTS["image"])]
+        await session.connection.conversation.item.create(item=user(image(PICTURE)))
+        assert "reads 2 images at once" in (await session.error()).message
+        assert (await session.respond())[-1].response.status == "completed"
+        await session.connection.conversation.item.delete(item_id=items[0].id)
+        await session.until("conversation.item.deleted")
+        await create(session, image(PICTURE))
+        assert (await session.respond())[-1].response.status == "completed"
+
+    converse(session_app(FakeChat()), main, model=MODEL)
+
+
+def test_a_sound_too_short_to_be_heard_is_refused() -> None:
+    async def main(session: Session) -> None:
+        audio = base64.b64encode(SOUND[:48]).decode()
+        await session.connection.conversation.item.create(item=user({"type": "input_audio", "audio": audio}))
+        error = await session.error()
+        assert error.param == "item.content[0].audio" and "1 ms of sound" in error.message
+        await create(session, {"type": "input_audio", "audio": base64.b64encode(SOUND).decode()})
+        assert (await session.respond())[-1].response.status == "completed"
+
+    converse(session_app(FakeChat()), main, model=MODEL)
+
+
+@pytest.mark.parametrize("size", [1, 333])
+def test_sound_in_pieces_of_odd_bytes_is_joined(size: int) -> None:
+    async def main(session: Session) -> bytes:
+        buffer = session.connection.input_audio_buffer
+        await buffer.append(audio=base64.b64encode(SOUND[:3]).decode())
+        await buffer.clear()
+        await session.until("input_audio_buffer.cleared")
+        for start in range(0, len(SOUND), size):
+            await buffer.append(audio=base64.b64encode(SOUND[start : start + size]).decode())
+        await buffer.commit()
+        item = (await session.until("conversation.item.done"))[-1].item
+        assert (await session.respond())[-1].response.status == "completed"
+        return await sound_of(session, item)
+
+    assert converse(session_app(FakeChat()), main, model=MODEL) == SOUND
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda data: base64.urlsafe_b64encode(data).decode().rstrip("="), lambda data: base64.encodebytes(data).decode()],
+    ids=["URL-safe, without padding", "lines"],
+)
+def test_base64_is_read_as_in_a_chat(write: Any) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 4999 * 2, np.uint8).tobytes()
+
+    async def main(session: Session) -> None:
+        await session.connection.input_audio_buffer.append(audio=write(data))
+        await session.connection.input_audio_buffer.commit()
+        items = [(await session.until("conversation.item.done"))[-1].item]
+        items.append(await create(session, {"type": "input_audio", "audio": write(data)}))
+        assert [await sound_of(session, item) for item in items] == [data, data]
+
+    converse(session_app(FakeChat()), main, model=MODEL)
+
+
+def test_an_error_of_a_turn_leaves_the_others_of_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turn is still answered when the second and third end, which may not interrupt it."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+    chat = FakeChat(hears=True)
+    chat.answer = lambda messages: [{"content": "It takes long."}, *[{"audio": {"data": TONE}}] * 600]
+    turn = np.repeat(np.array([1000, 0], "<i2"), 4800)
+    vad: Any = {"type": "server_vad", "interrupt_response": False}
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": {"turn_detection": vad}})
+        frame = base64.b64encode(np.tile(turn, 3).tobytes()).decode()
+        await session.connection.input_audio_buffer.append(audio=frame)
+        seen: dict[str, list[Any]] = {"error": [], "input_audio_buffer.committed": []}
+        while [len(events) for events in seen.values()] != [2, 3]:
+            event = await session.next()
+            seen.get(event.type, []).append(event)
+        assert {event.error.code for event in seen["error"]} == {"conversation_already_has_active_response"}
+        assert len({event.item_id for event in seen["input_audio_buffer.committed"]}) == 3
+        await session.connection.response.cancel()
+        await session.until("response.done")
+        chat.answer = lambda messages: [{"content": str(len(messages))}]
+        (item,) = (await session.respond())[-1].response.output
+        assert item.content[0].transcript == "4", "three turns and the answer that was cancelled"
+
+    converse(session_app(chat, realtime_lead_s=0.1), main, model=MODEL, manual=False)

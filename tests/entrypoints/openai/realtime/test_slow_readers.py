@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of sessions that read slowly or not at all."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import websockets
+
+from tests.entrypoints.openai.fake_server import over_http
+from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
+from tests.entrypoints.openai.realtime.sessions import opened
+from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
+from vllm_omni.entrypoints.openai.chat_media import MAX_UNSENT_BYTES
+from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
+from vllm_omni.entrypoints.openai.realtime import response as response_module
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
+from vllm_omni.entrypoints.openai.realtime.response import Response
+
+LONG_TEXT = "x" * (1 << 20)
+ITEM: Any = {"id": "a", "type": "message", "role": "user", "content": [{"type": "input_text", "text": LONG_TEXT}]}
+RESPONSE: Any = {"conversation": "none", "input": [{"type": "item_reference", "id": "a"}]}
+
+
+async def connect(url: str) -> websockets.ClientConnection:
+    """A client whose system takes few bytes that it has not read."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    host, port = url.removeprefix("http://").split(":")
+    sock.connect((host, int(port)))
+    address = f"{url.replace('http', 'ws')}/v1/realtime?model={MODEL}"
+    return await websockets.connect(address, sock=sock, max_queue=1, max_size=None, compression=None)
+
+
+async def ask_for_much(client: websockets.ClientConnection, event: dict[str, Any]) -> None:
+    for each in ({"type": "conversation.item.create", "item": ITEM}, *[event] * 16):
+        await client.send(json.dumps(each))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"type": "conversation.item.retrieve", "item_id": "a"}, {"type": "response.create", "response": RESPONSE}],
+    ids=["an event", "responses"],
+)
+@pytest.mark.parametrize(("watch_s", "deadline_s"), [(0.5, 600), (600, 0.5)], ids=["watched", "deadline"])
+def test_a_session_whose_client_does_not_read_ends(event: dict[str, Any], watch_s: float, deadline_s: float) -> None:
+    """The next client has its place."""
+    app = session_app(FakeChat(), max_realtime_sessions=1, send_timeout_s=deadline_s)
+
+    async def main(url: str) -> None:
+        silent = await connect(url)
+        await ask_for_much(silent, event)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                async with opened(url, model=MODEL) as session:
+                    await session.say("Hello")
+                    assert (await session.respond())[-1].response.output
+                break
+            except websockets.exceptions.InvalidStatus as error:
+                assert error.response.status_code == 429 and time.monotonic() < deadline
+                await asyncio.sleep(0.02)  # There is no event for it.
+        silent.transport.abort()
+
+    with over_http(app, ws=web_socket_protocol(watch_s)) as url:
+        asyncio.run(main(url))
+
+
+def test_a_client_that_reads_late_gets_everything() -> None:
+    app = session_app(FakeChat(), send_timeout_s=60)
+
+    async def main(url: str) -> None:
+        client = await connect(url)
+        await ask_for_much(client, {"type": "conversation.item.retrieve", "item_id": "a"})
+        types: list[str] = []
+        while types.count("conversation.item.retrieved") < 16:
+            types.append(json.loads(await client.recv())["type"])
+        await client.close()
+
+    with over_http(app, ws=web_socket_protocol(60)) as url:
+        asyncio.run(main(url))
+
+
+def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it keeps its request, and its slot, open; nothing of it is lost."""
+    piece, num_pieces = "x" * (MAX_UNSENT_BYTES // 8), 100
+    num_read = 0
+
+    async def deltas_of(*_: Any) -> AsyncGenerator[ChatDelta, None]:
+        nonlocal num_read
+        for _ in range(num_pieces):
+            num_read += 1
+            yield ChatDelta(text=piece, mm_token_counts={})
+
+    monkeypatch.setattr(response_module, "deltas_of", deltas_of)
+
+    async def main() -> None:
+        reads, texts = asyncio.Event(), []
+
+        async def send(event_type: str, **fields: Any) -> None:
+            if event_type == "response.output_text.delta":
+                await reads.wait()
+                texts.append(fields["delta"])
+
+        session = SessionContext(send=send, chat=FakeChat(hears=True), owner=b"", sample_rate=24_000, lead_s=10.0)  # type: ignore[arg-type]
+        output = {"format": {"type": "audio/pcm"}, "voice": "ann", "speed": 1.0}
+        settings = {
+            "model": "m", "instructions": "", "output_modalities": ["text"], "tools": [], "max_output_tokens": "inf",
+            "audio": {"output": output},
+        }  # fmt: skip
+        item = Item({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]})
+        task = Response(session, settings, [item], None, None).start()
+        for _ in range(10 * num_pieces):
+            await asyncio.sleep(0)
+        assert num_read <= 10
+        reads.set()
+        await task
+        assert texts == [piece] * num_pieces
+
+    asyncio.run(main())

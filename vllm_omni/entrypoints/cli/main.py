@@ -16,9 +16,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from vllm_omni import __version__
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.extras import install_command
+from vllm_omni.version import __version__
 from vllm_omni.vllm_requirement import find_vllm, name_cpu_build, require_vllm
 
 USAGE = """\

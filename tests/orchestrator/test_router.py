@@ -162,7 +162,7 @@ class Pipeline:
         """Whether a stage's death has taken the request, which is to be tried again."""
         assert self.events[request_id] == []
         return any(
-            stage_id in q.instances and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
+            q.stage_id == stage_id and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
         )
 
     @property

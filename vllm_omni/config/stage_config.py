@@ -16,7 +16,6 @@ from vllm_omni.errors import StageConfigError
 
 EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
 ROUTING_POLICIES = ("least_loaded", "round_robin", "prefix")
-SHARED_PROCESS = "shared"
 
 
 class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,8 +26,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         routing: How that one is selected, when the request starts: `least_loaded`: it has the fewest requests;
             `round_robin`: one after the other; `prefix`: it had prompts with the same beginning (for prefix caching),
             unless it has many more requests than another.
-        process: `true`: each replica has its own process. A name: it shares a process with all stages of that name;
-            `false` is the name `shared`. Stages that share processes have the same number of replicas.
+        process: `true`, the only value: each replica has a process of its own.
         devices: Accelerators that are visible to the stage (see `placement.devices.set_stage_gpu_devices`): a comma
             list (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
             replica; any other value is that of all replicas.
@@ -436,16 +434,6 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             stage_id: [instance for instance in self.instances.values() if instance.stage.stage_id == stage_id]
             for stage_id in self.stages
         }
-
-    @property
-    def processes(self) -> list[list[StageInstance]]:
-        """The replicas of each process, in stage order; processes in the order of their first ones."""
-        groups: dict[tuple[int | str, int], list[StageInstance]] = {}
-        for instance in self.instances.values():
-            process = instance.stage.runtime.process
-            name = instance.stage.stage_id if process is True else process or SHARED_PROCESS
-            groups.setdefault((name, instance.replica), []).append(instance)
-        return list(groups.values())
 
     def without(self, stage_ids: Iterable[int]) -> "PipelineConfig":
         """This configuration without some stages and those that read their outputs.

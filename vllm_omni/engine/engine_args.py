@@ -87,9 +87,6 @@ EngineType = Literal["ar", "generation"]
 
 _KEY = "omni"
 
-SHARES_PROCESS = "omni_shares_process"
-"""Key of `additional_config`: other engines run in the stage's process, so no limit may apply to the process."""
-
 
 @dataclass(frozen=True)
 class OmniEngineSettings:

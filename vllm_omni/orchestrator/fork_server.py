@@ -413,7 +413,7 @@ def _load(modules: Sequence[str]) -> None:
 def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
     status = 1
     try:
-        stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (kept alive: see there)
+        stage = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (kept alive: see there)
         status = 0
     except BaseException as error:
         traceback.print_exc()

@@ -334,7 +334,7 @@ class Orchestrator:
         payloads = PayloadReceiver(self._run_dir.path)
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
         self._supervisor = Supervisor(
-            [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
+            list(self._stages.values()),
             self._launcher,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,

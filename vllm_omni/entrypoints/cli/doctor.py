@@ -105,7 +105,7 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
         config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
-            num_processes, shared_memory = len(config.processes), shared_memory_needed(config)
+            num_processes, shared_memory = len(config.instances), shared_memory_needed(config)
     elif arguments:
         yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
     yield from check_shared_memory(shared_memory)

@@ -88,10 +88,6 @@ class LLMStageEngine(StageEngine):
             config.parallel_config.placement_group = _join_cluster(self._workers)
         return config
 
-    def must_start_first(self) -> bool:
-        # vLLM makes the expert group of a process with its first engine, and only if that engine has experts.
-        return self._vllm_config.model_config.is_moe
-
     def start(self) -> None:
         log_stats = self._log_stats or not self._engine_args.disable_log_stats
         self._engine = OmniLLMEngine.from_omni_config(self._vllm_config, log_stats)

@@ -71,7 +71,7 @@ class Cluster:
             ),
             connector=ConnectorConfig(name="InlineConnector"),
         )
-        return self.nodes.fork(name, msgspec.json.encode([spec]), 60)
+        return self.nodes.fork(name, msgspec.json.encode(spec), 60)
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The server's, and those below it."""

@@ -109,8 +109,8 @@ _CONTAINER_NAMES = "WAV, MP3, FLAC, Ogg, AAC, MP4, WebM, Matroska, AVI, QuickTim
 def install(args: argparse.Namespace) -> None:
     """Registers our connector with vLLM, at the program's start. A connector that the user chose stays."""
     connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
-    limits = limits_from(args, RequestLimits)
-    budget = MediaBudget(limits.max_decoded_bytes, limits_from(args, ServerLimits).max_total_decoded_bytes)
+    limits, server = limits_from(args, RequestLimits), limits_from(args, ServerLimits)
+    budget = MediaBudget(limits.max_decoded_bytes, server.max_total_decoded_bytes, server.max_client_decoded_bytes)
     make = partial(OmniMediaConnector, connection=connection, limits=limits, budget=budget)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
     chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)

@@ -64,6 +64,7 @@ class RequestContext:
     Attributes:
         json: The body, if it is JSON, until the endpoint takes it.
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
+        address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
@@ -82,6 +83,7 @@ class RequestContext:
 
     json: JsonBody | None = None
     owner: bytes = b""
+    address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
     num_decoded_bytes: int = 0
@@ -98,11 +100,20 @@ class RequestContext:
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
-    def start(cls) -> RequestContext:
-        """Makes the context of a new HTTP request, for the current task and those that it creates."""
-        context = cls()
+    def start(cls, client: RequestContext | None = None) -> RequestContext:
+        """Makes the context of a new HTTP request, for the current task and those that it creates.
+
+        Args:
+            client: Of an earlier request, whose client sends this one, too.
+        """
+        context = cls() if client is None else cls(owner=client.owner, address=client.address)
         _current.set(context)
         return context
+
+    @property
+    def client(self) -> bytes | str:
+        """Whose limits count for it: its owner, or its address where there are no keys."""
+        return self.owner or self.address
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> RequestContext:
@@ -179,11 +190,6 @@ class RequestContext:
         """Ends its requests to the engine, if they have not ended."""
         for outputs in self.outputs:  # Not in tasks, which the cancellation of this one would end before they begin.
             await outputs.aclose()
-
-
-def client_of(connection: HTTPConnection) -> bytes | str:
-    """Whose limits count for a request: its owner, or its address where there are no keys."""
-    return RequestContext.of(connection).owner or (connection.client.host if connection.client else "")
 
 
 def _nothing() -> None:

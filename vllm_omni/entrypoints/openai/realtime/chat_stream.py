@@ -84,21 +84,23 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, sounds: Iterable[Sound]
+    chat: OmniServingChat,
+    request: OmniChatCompletionRequest,
+    client: RequestContext,
+    sounds: Iterable[Sound],
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
     Run it in a task of its own: the request's context is the task's.
 
     Args:
-        owner: See `RequestContext`.
+        client: See `SessionContext`.
         sounds: Those whose addresses its messages have.
 
     Raises:
         ChatError: The request was refused, or failed.
     """
-    context = RequestContext.start()
-    context.owner = owner
+    context = RequestContext.start(client)
     context.shows_text_end = True
     context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
     try:

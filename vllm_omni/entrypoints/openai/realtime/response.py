@@ -168,7 +168,7 @@ class Response:
             if session.chat.asr_stage is not None:
                 await write_texts(session, self._items)
                 self._request.messages = self._messages()
-            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._sounds)) as answer:
+            async with aclosing(deltas_of(session.chat, self._request, session.client, self._sounds)) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())

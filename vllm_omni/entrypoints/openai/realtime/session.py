@@ -66,7 +66,7 @@ class Session:
         values: Values,
         limits: RealtimeLimits,
         *,
-        owner: bytes,
+        client: RequestContext,
         sample_rate: int,
         threads: Executor,
         media: MediaFetcher,
@@ -76,7 +76,7 @@ class Session:
         Args:
             websocket: An accepted connection.
             values: The configuration that it starts with.
-            owner: See `RequestContext`.
+            client: See `SessionContext`.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
             media: Reads the images of items.
@@ -85,11 +85,11 @@ class Session:
         self.id = new_id("sess")
         self._websocket, self._rules, self._limits = websocket, rules, limits
         self._media, self._send_timeout_s = media, send_timeout_s
-        self._chat, self._owner, self._threads = chat, owner, threads
+        self._chat, self._client, self._threads = chat, client, threads
         self._expires_at = time.time() + limits.max_realtime_session_s
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
-            send=self._send, chat=chat, owner=owner, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
+            send=self._send, chat=chat, client=client, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
         )
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
@@ -354,7 +354,7 @@ class Session:
                 raise EventError(
                     f"this model reads {self._rules.max_images} images at once; delete items", param, "unsupported"
                 )
-            RequestContext.start().owner = self._owner
+            RequestContext.start(self._client)
             try:
                 await self._media.images([url], param)
             except Exception as error:

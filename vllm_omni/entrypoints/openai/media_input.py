@@ -138,6 +138,8 @@ class OmniMediaConnector(MediaConnector):
             return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
+            if (file := RequestContext.current().kept_files.get(url)) is not None:
+                return await asyncio.to_thread(guarded.load_bytes, file)
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
 
     def _load_data_url(self, url: str, media_io: MediaIO[Any]) -> Any:

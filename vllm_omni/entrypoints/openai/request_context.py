@@ -68,6 +68,7 @@ class RequestContext:
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
+        kept_files: The files of its images that were fetched, likewise.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
@@ -86,6 +87,7 @@ class RequestContext:
     address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
+    kept_files: Mapping[str, bytes] = field(default_factory=dict)
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None

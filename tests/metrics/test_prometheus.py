@@ -40,6 +40,7 @@ def test_the_metrics_of_a_stage(observer):
             num_scheduled=18,
             kv_blocks_used=7,
             kv_blocks_total=64,
+            unbatched=["transformer", "vae"],
             caches={"encoder": CacheCounts(queries=8, hits=5)},
             edges={0: EdgeStats(num_payloads=6, num_bytes=600, seconds=0.25, num_windows=3)},
         )
@@ -50,6 +51,7 @@ def test_the_metrics_of_a_stage(observer):
         ("num_requests_running", "0", "0", "talker"): 2,
         ("kv_blocks_used", "0", "0", "talker"): 7,
         ("kv_blocks", "0", "0", "talker"): 64,
+        ("unbatched_networks", "0", "0", "talker"): 2,
         ("cache_queries_total", "encoder", "0", "0", "talker"): 8,
         ("cache_hits_total", "encoder", "0", "0", "talker"): 5,
         ("stage_enqueued_total", "0", "0", "talker"): 9,

@@ -15,6 +15,7 @@ from vllm_omni.distributed.messages import HEARTBEAT_S
 from vllm_omni.orchestrator import silence, supervisor
 from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.silence import UNRESPONSIVE_S, SilenceWatch
+from vllm_omni.stage.watchdog import COMPILE_S
 
 ALL = ("a", "b", "c")
 TIMEOUT_S = 300.0
@@ -112,6 +113,18 @@ def set_limit(stage: StageHandle, seconds: float) -> None:
     """Sets `step_timeout_s` for the orchestrator, not in the stage's process."""
     config = replace(stage.config, runtime=replace(stage.config.runtime, step_timeout_s=seconds))
     stage.instance = replace(stage.instance, stage=config)
+
+
+def test_a_stage_whose_first_work_may_take_longer_has_that_time(watched: Watched) -> None:
+    stage = watched.pipeline.stages["c"]
+    watched.watch.heard(stage, COMPILE_S)
+    states = watched.pass_time(UNRESPONSIVE_S + TIMEOUT_S + COMPILE_S - 0.1, ("a", "b"))
+    assert states == ["ready", "ready", "unresponsive"] and watched.kills == [0, 0]
+    assert watched.listen() == ["ready"] * 3
+    watched.pass_time(UNRESPONSIVE_S + TIMEOUT_S - 0.1, ("a", "b"))
+    assert watched.kills == [0, 0]
+    watched.pass_time(0.1, ("a", "b"))
+    assert watched.kills == [0, 1], "its later work has no more than others"
 
 
 def test_without_a_limit_nothing_is_killed(watched: Watched) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.utils import convert, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 DIT_PARALLEL_SIZES = ("data_parallel_size", "ulysses_degree", "ring_degree")
@@ -149,7 +149,8 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
         config = convert(dict(engine_args), DiTConfig)
     except msgspec.ValidationError as error:
         problem, key = split_error(error)
-        raise StageConfigError(f"{where}.{key or '?'}: {problem}{_choices(key)}") from error
+        given = given_value(error, engine_args)
+        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given}{_choices(key)}") from error
     for key, minimum in _MINIMUM.items():
         value = getattr(config, key)
         if value is not None and not minimum <= value < float("inf"):

@@ -122,7 +122,7 @@ def _check_stage(stage: OmniStageConfig) -> None:
         near = nearest(runtime.routing, ROUTING_POLICIES)
         raise StageConfigError(f"routing: there is no {runtime.routing!r}{near} (known: {known})")
     for name, amount in runtime.resources.items():
-        if amount < 0:
+        if not 0 <= amount < float("inf"):
             raise StageConfigError(f"resources: {name} is {amount:g}; write 0 or more")
     for key in ("devices", "cpus", "node"):
         value = getattr(runtime, key)

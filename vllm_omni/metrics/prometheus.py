@@ -36,6 +36,7 @@ STAGE_GAUGES: dict[str, tuple[str, Callable[[StageStats], float]]] = {
     "num_requests_running": ("Requests in the stage's engine.", lambda s: s.num_running),
     "kv_blocks_used": ("KV cache blocks in use.", lambda s: s.kv_blocks_used),
     "kv_blocks": ("KV cache blocks of the engine.", lambda s: s.kv_blocks_total),
+    "unbatched_networks": ("Networks whose calls are not batched.", lambda s: len(s.unbatched)),
 }
 STAGE_COUNTERS: dict[str, tuple[str, Callable[[StageStats], float]]] = {
     "stage_enqueued": ("Requests that entered the stage's queue.", lambda s: s.num_enqueued),

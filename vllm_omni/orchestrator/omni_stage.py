@@ -50,6 +50,7 @@ class StageHandle(ABC):
         credit: Limits what is sent to it, where it is a first stage.
         num_requests: Requests that were assigned to it and that it has not finished.
         heard_s: When it sent its last message, by the clock of `SilenceWatch`.
+        more_s: What it may be silent for after that in addition to its `step_timeout_s`.
     """
 
     def __init__(self, instance: StageInstance, credit: Credit) -> None:
@@ -59,7 +60,7 @@ class StageHandle(ABC):
         self.death = ""
         self.credit = credit
         self.num_requests = 0
-        self.heard_s = 0.0
+        self.heard_s = self.more_s = 0.0
         self.node = self.node_name = ""
 
     @property

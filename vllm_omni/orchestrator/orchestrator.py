@@ -462,7 +462,7 @@ class Orchestrator:
 
     def _on_message(self, message: OrchestratorInbound, frames: list[memoryview]) -> None:
         stage = self._stages[message.instance_id]
-        self._silence.heard(stage)
+        self._silence.heard(stage, message.more_s if isinstance(message, AliveMessage) else 0.0)
         match message:
             case ReadyMessage():
                 self._on_ready(stage, message)

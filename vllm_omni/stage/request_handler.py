@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import (
+    AliveMessage,
     DataMessage,
     ErrorMessage,
     InputMessage,
@@ -324,6 +325,8 @@ class RequestHandler:
     def _process(
         self, processor: StageInputProcessor, state: RequestState, sources: dict[int, StageOutput]
     ) -> StageInput | None:
+        if more_s := self.timer.more_s(INPUT):  # No heartbeat is sent meanwhile.
+            self._outlet.send(AliveMessage(instance_id=self._instance_id, more_s=more_s))
         with self.timer.of(INPUT):
             return processor.process(state.request, sources)
 

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, late
@@ -117,6 +117,8 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
 
 class OmniServing(GenerateBaseServing):
     """One of vLLM's handlers on an `OmniEngineClient`. Derive from it and from the handler's class."""
+
+    create_error_response = staticmethod(returned_error)
 
     default_sampling_params: dict[str, Any]
 

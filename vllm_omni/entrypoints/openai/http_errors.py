@@ -123,6 +123,19 @@ def error_body(error: OmniHTTPError | VLLMClientError) -> ErrorResponse:
     return body
 
 
+def returned_error(
+    message: str | Exception,
+    err_type: str = "BadRequestError",
+    status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
+    param: str | None = None,
+) -> ErrorResponse:
+    """In place of vLLM's function for the errors that its handlers return, or write into a stream: as those that they
+    raise."""
+    if isinstance(message, OmniHTTPError | VLLMClientError):
+        return error_body(message)
+    return create_error_response(message, err_type, status_code, param)
+
+
 def error_response(
     message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None, parameter: str | None = None
 ) -> JSONResponse:

@@ -91,6 +91,10 @@ class ServerLimits:
     """The same as --max-decoded-bytes for all requests whose prompts are being made; a request beyond that is answered
     with 429. At least --max-decoded-bytes."""
 
+    max_client_decoded_bytes: int | None = None
+    """The same for one API key, or, on a server without keys, for one address; not less than --max-decoded-bytes.
+    Default: half of --max-total-decoded-bytes."""
+
     send_timeout_s: float = 60.0
     """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
     client does not take an event, is closed."""
@@ -234,6 +238,7 @@ def check_limits(args: argparse.Namespace) -> None:
         ("max_total_request_bytes", "max_request_bytes"),
         ("max_client_request_bytes", "max_request_bytes"),
         ("max_total_decoded_bytes", "max_decoded_bytes"),
+        ("max_client_decoded_bytes", "max_decoded_bytes"),
     ):
         value, largest = getattr(of_all, name), getattr(of_one, smaller)
         if value is not None and value < largest:

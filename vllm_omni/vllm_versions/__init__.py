@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 
 def folder() -> str:
-    """That of the installed version, as `v0_32`."""
+    """The folder of the installed version, as `v0_32`."""
     from vllm.version import __version_tuple__
 
     major, minor, *_ = __version_tuple__

@@ -29,7 +29,7 @@ for package in (vllm_omni, coloured_shapes):
             importlib.import_module(module.name)
 """
 
-OLDEST, NEWEST = (3, 11), (3, 14)  # that vLLM 0.32 supports
+OLDEST, NEWEST = (3, 11), (3, 14)  # that the supported versions of vLLM support
 PROBE = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
 
 
@@ -66,7 +66,7 @@ def find_python() -> str:
         if version is not None and OLDEST <= version <= NEWEST:
             return candidate
     sys.exit(
-        f"vLLM 0.32 installs on Python {dotted(OLDEST)} to {dotted(NEWEST)} only. {sys.executable} is "
+        f"vLLM installs on Python {dotted(OLDEST)} to {dotted(NEWEST)} only. {sys.executable} is "
         f"{dotted(sys.version_info[:2])}, and PATH has no other that comes with the modules venv and ensurepip.\n"
         "Install one (Debian, Ubuntu: apt install python3-venv), or give its path: make PYTHON=/path/to/python3 ..."
     )

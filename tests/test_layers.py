@@ -39,6 +39,7 @@ ORDER = (
     "sampling_params",
     "config",
     "vllm_requirement",
+    "vllm_versions",
     "extras",
     "errors",
     "testing",  # imports nothing of ours but the declarations of models

@@ -23,6 +23,7 @@ class InThisThread(WorkerProc, MultiprocExecutor):
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.rank = 0
+        self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=False))
         self.use_async_scheduling = False
         self.is_failed = False
         self.futures_queue = deque()

@@ -240,6 +240,10 @@ class _Renderer:
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 
+    def __getattr__(self, name: str) -> Any:
+        """Its settings, which vLLM's handlers read."""
+        return getattr(self._renderer, name)
+
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
         context = RequestContext.current()

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.config.utils import find_checkpoint, parse_sizes
+from vllm_omni.errors import StageConfigError
 
 RUNTIME_OPTIONS = (
     "stage_init_timeout",
@@ -67,7 +68,16 @@ class OmniArgs(PipelineOptions):
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "OmniArgs":
-        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument."""
+        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument.
+
+        Raises:
+            StageConfigError: A size cannot be read.
+            MissingPackageError: See `find_checkpoint`.
+        """
+        try:
+            kwargs = parse_sizes(kwargs)
+        except ValueError as error:
+            raise StageConfigError(str(error)) from error
         known = {field.name for field in fields(cls)} - {"engine_args"}
         options = {name: value for name, value in kwargs.items() if name in known}
         options["stage_overrides"] = options.get("stage_overrides") or {}

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from vllm_omni import __version__
+from vllm_omni.entrypoints.cli.serve_help import config_page, serve_page
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.extras import install_command
 from vllm_omni.vllm_requirement import find_vllm, name_cpu_build, require_vllm
@@ -114,14 +115,22 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
+def _asks_for_help(arguments: list[str]) -> bool:
+    """Not `--help=WORD`, which prints options."""
+    return not {"-h", "--help"}.isdisjoint(arguments)
+
+
 def _serve(arguments: list[str]) -> None:
+    if _asks_for_help(arguments):
+        print(serve_page(), end="")
+        return
     require_vllm()
     from vllm_omni.entrypoints import omni_base
     from vllm_omni.metrics.logs import get_logger, log_quietly
 
     # Importing vLLM takes seconds: the fork server is forked from this process after it. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
-    late = ("-h", "--help", "--log-", "--config")
+    late = ("--help=", "--log-", "--config")
     is_late = any(argument.startswith(late) for argument in arguments)
     if not is_late:
         log_quietly()
@@ -144,6 +153,9 @@ def _serve(arguments: list[str]) -> None:
 
 
 def _config(arguments: list[str]) -> None:
+    if _asks_for_help(arguments):
+        print(config_page(), end="")
+        return
     require_vllm()
     _log_warnings_only()
     from vllm_omni.entrypoints.cli.config import ConfigCommand

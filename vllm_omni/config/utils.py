@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_omni.errors import MissingPackageError
+from vllm_omni.errors import MissingPackageError, StageConfigError
 from vllm_omni.model_packages import PACKAGES_OF_REPOSITORY, find_models
 
 _T = TypeVar("_T")
@@ -32,6 +32,8 @@ _VLLM_UNITS = {
     for letter, base in ((prefix, 1000), (prefix.upper(), 1024))
 }
 _BYTES = "_bytes"
+_NEAR = 0.75
+"""How alike a mistyped name of a checkpoint is, from 0 to 1."""
 _MAX_BYTES = 2**63 - 1
 
 
@@ -128,6 +130,7 @@ def find_checkpoint(model: str) -> str:
 
     Raises:
         MissingPackageError: It is one of a package in the repository of vllm_omni that is not installed.
+        StageConfigError: It is nearly the name of such a checkpoint, and nothing else. The hub is not asked about it.
     """
     models = find_models()
     if model in models.checkpoints:
@@ -137,6 +140,13 @@ def find_checkpoint(model: str) -> str:
             f"no installed package has the checkpoint {model!r}; in a checkout of vllm_omni: "
             f"pip install ./packages/{package}\n{models.describe_packages()}"
         )
+    if "/" not in model and not Path(model).exists():
+        known = {*models.checkpoints, *PACKAGES_OF_REPOSITORY}
+        if near := difflib.get_close_matches(model[:100].casefold(), sorted(known), 1, _NEAR):
+            raise StageConfigError(
+                f"there is no checkpoint {model!r}; did you mean {near[0]!r}? (A folder is ./NAME, a model on the "
+                "Hugging Face hub ORGANIZATION/NAME.)"
+            )
     return model
 
 

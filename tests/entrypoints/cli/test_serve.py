@@ -224,6 +224,15 @@ def test_a_model_that_does_not_exist(run, server: Server, model: str) -> None:
     assert f"{model!r} is no checkpoint: there is no such folder" in result.err
 
 
+def test_a_mistyped_name_is_reported_before_vllm_is_looked_for(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "require_vllm", lambda: pytest.fail("it looks for vLLM"))
+    result = run("serve", "shpes", "--omni")
+    assert result.code == 1
+    assert result.err.startswith("vllm-omni: error: there is no checkpoint 'shpes'; did you mean 'shapes'?")
+    monkeypatch.undo()
+    assert "did you mean 'shapes'?" in run("config", "show", "shpes").err
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

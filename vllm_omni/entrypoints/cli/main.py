@@ -124,6 +124,8 @@ def _serve(arguments: list[str]) -> None:
     if _asks_for_help(arguments):
         print(serve_page(), end="")
         return
+    if arguments and not arguments[0].startswith("-"):
+        _find_checkpoint(arguments[0])
     require_vllm()
     from vllm_omni.entrypoints import omni_base
     from vllm_omni.metrics.logs import get_logger, log_quietly
@@ -161,6 +163,13 @@ def _config(arguments: list[str]) -> None:
     from vllm_omni.entrypoints.cli.config import ConfigCommand
 
     ConfigCommand().run(arguments)
+
+
+def _find_checkpoint(model: str) -> None:
+    """Raises as `find_checkpoint`: a mistyped name is reported at once, not after the imports."""
+    from vllm_omni.config.utils import find_checkpoint  # imports packages that may be missing
+
+    find_checkpoint(model)
 
 
 def _log_warnings_only() -> None:

@@ -43,7 +43,11 @@ def test_one_line_for_each_stage_then_addresses_and_requests(tmp_path: Path, wit
     ready = sorted(re.sub(r"[\d.]+ s$", "", text) for text in texts[2:5])
     assert ready == [f"stage {i} ({name}): ready after " for i, name in enumerate(("thinker", "talker", "code2wav"))]
     assert texts[5].startswith("Serving text, audio on http://127.0.0.1:")
-    assert [text.split() for text in texts[6:8]] == [["API", f"{server.url}/v1"], ["docs", f"{server.url}/docs"]]
+    assert [text.split(maxsplit=1) for text in texts[6:9]] == [
+        ["API", f"{server.url}/v1"],
+        ["playground", "not served; add --playground"],
+        ["docs", f"{server.url}/docs"],
+    ]
     assert '"POST /v1/audio/speech HTTP/1.1" 200' in after
     assert after.endswith("Application shutdown complete.\n")  # nothing of what libraries say about their own end
 

@@ -247,6 +247,10 @@ class StageEngine(ABC):
         """Whether it must start before other engines of its process. Called before `start`."""
         return False
 
+    def compiles_at_start(self) -> bool:
+        """Whether `start` compiles its model, which may take minutes. Called before it."""
+        return False
+
     @abstractmethod
     def start(self) -> None:
         """Loads what the stage needs; slow."""

@@ -67,7 +67,7 @@ def test_torch_that_was_imported_before_logs_errors_only(monkeypatch):
     monkeypatch.setattr(logs, "configure_process", lambda: None)
     try:
         log_quietly()
-        assert level.value == 2 and logs._is_quiet()
+        assert level.value == 2 and logs.is_quiet()
     finally:
         level.value = before
 

@@ -96,20 +96,20 @@ def log_quietly() -> None:
 
 def log_loudly() -> None:
     """Undoes `log_quietly`, for a command line that turns out to configure vLLM's logging."""
-    if _is_quiet():
+    if is_quiet():
         del os.environ[_CONFIG_VARIABLE]
 
 
 def configure_process() -> None:
     """Configures a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
-    if _is_quiet():
+    if is_quiet():
         logging.config.dictConfig(json.loads(_QUIET_CONFIG.read_text()))
         warnings.filterwarnings("ignore", category=FutureWarning)  # about code of others
 
 
 def log_warnings() -> None:
     """Logs vLLM's warnings from now on: after the start they are about requests, not about settings of this package."""
-    if _is_quiet():
+    if is_quiet():
         logging.getLogger("vllm").setLevel(logging.WARNING)
 
 
@@ -120,5 +120,6 @@ def _limit_torch_log() -> None:
         ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _TORCH_ERROR
 
 
-def _is_quiet() -> bool:
+def is_quiet() -> bool:
+    """Whether this process, or one that started it, has called `log_quietly`."""
     return os.environ.get(_CONFIG_VARIABLE) == str(_QUIET_CONFIG)

@@ -38,7 +38,8 @@ def test_one_line_for_each_stage_then_addresses_and_requests(tmp_path: Path, wit
     lines = start.splitlines()
     assert all(re.match(LINE, line) for line in lines), output
     texts = [re.sub(LINE, "", line) for line in lines]
-    assert texts[0].startswith("vllm-omni ") and texts[0].endswith(": importing vLLM")
+    texts = [text for text in texts if not text.startswith("still loading after ")]  # on a slow machine
+    assert texts[0].startswith("vllm-omni ") and ": importing vLLM" in texts[0]
     assert texts[1] == "starting stage 0 (thinker), stage 1 (talker), stage 2 (code2wav)"
     ready = sorted(re.sub(r"[\d.]+ s$", "", text) for text in texts[2:5])
     assert ready == [f"stage {i} ({name}): ready after " for i, name in enumerate(("thinker", "talker", "code2wav"))]

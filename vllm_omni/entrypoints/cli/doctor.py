@@ -19,8 +19,9 @@ from typing import Any
 
 from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
 from vllm_omni.errors import VllmRequirementError
+from vllm_omni.metrics.status_line import waiting
 from vllm_omni.model_packages import OWN_PACKAGE, find_models
-from vllm_omni.vllm_requirement import find_vllm, require_vllm
+from vllm_omni.vllm_requirement import describe_import, find_vllm, require_vllm
 
 _DESCRIPTION = """\
 Check this installation and this machine, and with MODEL also whether its pipeline fits: versions, platform,
@@ -96,9 +97,10 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     yield from found
     num_processes, shared_memory = 1, SHARED_MEMORY
     if arguments and platform is not None:
-        from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
-
-        config, findings = check_model(arguments, platform, devices)
+        with waiting(describe_import()):
+            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
+        with waiting(f"computing the memory of {arguments[0]}"):
+            config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
             num_processes, shared_memory = len(config.processes), shared_memory_needed(config)
@@ -214,13 +216,15 @@ def check_companions() -> Iterator[Finding]:
 
 def import_error(module: str) -> str | None:
     """The last line that the import prints if it fails, in a process of its own."""
-    result = _python(f"import {module}")
+    with waiting(f"importing {module}"):
+        result = _python(f"import {module}")
     return None if result.returncode == 0 else _last_line(result.stderr)
 
 
 def probe_platform() -> tuple[Platform | None, list[Finding]]:
     """vLLM's platform, found in a process of its own; None if vLLM does not import."""
-    result = _python(_PROBE)
+    with waiting(describe_import()):
+        result = _python(_PROBE)
     answer = next((line for line in result.stdout.splitlines() if line.startswith("PROBE")), None)
     if result.returncode != 0 or answer is None:
         remedy = "fix the failures above first; otherwise reinstall vLLM in a new environment"

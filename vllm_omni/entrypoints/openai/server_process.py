@@ -36,6 +36,7 @@ from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.metrics.logs import log_warnings
+from vllm_omni.metrics.status_line import clear_line
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -190,6 +191,7 @@ class StartSignals:
             return
         logger.error("%s: the start is interrupted", signal.Signals(number).name)
         self._close()
+        clear_line(sys.stdout)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(_EXIT_CODE)

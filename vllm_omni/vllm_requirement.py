@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from vllm_omni.errors import VllmRequirementError
@@ -52,6 +53,18 @@ def require_vllm() -> None:
         return
     described = " and ".join(f"{name} {version}" for name, version in found.items()) or "no vLLM"
     raise VllmRequirementError(f"vllm_omni needs vLLM {' or '.join(VLLM_VERSIONS)}, and found {described}.\n{_REMEDY}")
+
+
+def describe_import() -> str:
+    """What a command does before anything else, for people who wait for it."""
+    package = find_spec("vllm")  # Does not import it.
+    if package is None or package.origin is None or _is_compiled(Path(package.origin).parent / "engine/arg_utils.py"):
+        return "importing vLLM"
+    return "importing vLLM for the first time: Python compiles its modules, for a minute or more"
+
+
+def _is_compiled(module: Path) -> bool:
+    return Path(cache_from_source(str(module))).exists()
 
 
 def name_cpu_build() -> None:

@@ -51,6 +51,7 @@ def test_invalid_devices(devices: str | int) -> None:
         ("0.3", 0.3),
         (1, 1.0),
         ("20GiB", 20 << 30),
+        ("20G", 20 << 30),
         ("1.5 gib", 3 << 29),
         ("512MiB", 512 << 20),
         ("1TiB", 1 << 40),
@@ -66,7 +67,7 @@ def test_memory(memory: str | float, value: float | int) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", ["", "much", "20G", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
+    "memory", ["", "much", "20X", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
 )
 def test_invalid_memory(memory: str | float) -> None:
     with pytest.raises(StageConfigError, match=r"memory.*a fraction of the device \(0.3\), or bytes with a unit"):
@@ -104,7 +105,7 @@ def test_each_replica_has_a_process_and_its_resources() -> None:
     ("runtimes", "words"),
     [
         ([{"devices": "x"}], ["stage 0 (a): runtime.devices 'x'"]),
-        ([{}, {"memory": "20G"}], ["stage 1 (b): runtime.memory '20G'"]),
+        ([{}, {"memory": "20X"}], ["stage 1 (b): runtime.memory '20X'"]),
         ([{"cpus": "3-1"}], ["stage 0 (a): runtime.cpus '3-1'"]),
         ([{"process": False}], ["stage 0 (a): runtime.process: each replica of a stage has a process of its own"]),
         ([{}, {"process": "shared"}], ["stage 1 (b): runtime.process", "write true, or leave it out"]),

@@ -5,9 +5,10 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -30,6 +31,8 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.outputs import StageOutput
 from vllm_omni.placement.cores import place_cores
+from vllm_omni.stage import worker
+from vllm_omni.stage.engines.base import Outbox
 
 
 def describe_process(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
@@ -127,3 +130,16 @@ def test_the_error_names_the_stage_that_cannot_start(start: Open) -> None:
     missing["engine_args"] |= {"model": "no/checkpoint"}
     with pytest.raises(StageStartError, match=r"stage 1 \(painter\).*StageConfigError: no/checkpoint"):
         start(make_config(fake_stage(0, "a"), missing))
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_stage_that_compiles_says_so_before_it_starts(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(worker, "alone_on_devices", lambda *args: nullcontext())
+    monkeypatch.setattr(worker.logger, "info", lambda message, *args: lines.append(message % args))
+    engine = SimpleNamespace(compiles_at_start=lambda: compiles, start=lambda: lines.append("started"))
+    spec = SimpleNamespace(run_dir="", stage=None)
+    stage = SimpleNamespace(engine=engine, label="stage 0 (llm)", spec=spec, _outbox=Outbox())
+    worker.HostedStage.start(cast(worker.HostedStage, stage))
+    line = "stage 0 (llm): compiles its model, for minutes on a machine's first start"
+    assert lines == ([line, "started"] if compiles else ["started"])

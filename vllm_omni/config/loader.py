@@ -22,7 +22,7 @@ from vllm_omni.config.stage_config import (
     RuntimeConfig,
     WindowConfig,
 )
-from vllm_omni.config.utils import convert, given_value, nearest, split_error
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 from vllm_omni.extras import install_command
 
@@ -83,7 +83,7 @@ def parse_pipeline_config(raw: Any, source: str, untrusted_checkpoint: Path | No
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
-        config = convert(raw, PipelineConfig)
+        config = convert_config(raw, PipelineConfig)
     except msgspec.ValidationError as error:
         raise StageConfigError(f"{source}: {_explain(error, raw)}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))

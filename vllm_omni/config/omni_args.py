@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from vllm_omni.config.stage_config import NotNegative, Positive, PositiveSeconds, Seconds
-from vllm_omni.config.utils import convert, find_checkpoint, given_value, split_error
+from vllm_omni.config.utils import convert, find_checkpoint, given_value, parse_sizes, split_error
 from vllm_omni.errors import StageConfigError
 
 RUNTIME_OPTIONS = (
@@ -81,7 +81,16 @@ class OmniArgs(PipelineOptions):
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "OmniArgs":
-        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument."""
+        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument.
+
+        Raises:
+            StageConfigError: A size cannot be read.
+            MissingPackageError: See `find_checkpoint`.
+        """
+        try:
+            kwargs = parse_sizes(kwargs)
+        except ValueError as error:
+            raise StageConfigError(str(error)) from error
         known = {field.name for field in fields(cls)} - {"engine_args"}
         options = {name: value for name, value in kwargs.items() if name in known}
         options["stage_overrides"] = options.get("stage_overrides") or {}

@@ -4,17 +4,13 @@
 Independent of the machine: `placement` checks that the resources exist.
 """
 
+import contextlib
 import re
 
 from vllm_omni.config.stage_config import ROUTING_POLICIES, OmniStageConfig, PipelineConfig, StageInstance
-from vllm_omni.config.utils import nearest
+from vllm_omni.config.utils import nearest, parse_bytes
 from vllm_omni.errors import StageConfigError
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for unit, base in (("ib", 1024), ("b", 1000))
-}
 _MIN_BYTES = 1 << 20
 # The names that CUDA and ROCm give to a device, or to a part of one.
 _DEVICE_NAME = re.compile(r"(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -45,16 +41,16 @@ def parse_memory(memory: str | float) -> float | int:
     Raises:
         StageConfigError: The value is neither of these, or less than 1 MiB, which means that its unit is missing.
     """
-    match = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)", str(memory).strip())
+    with contextlib.suppress(ValueError):
+        if 0 < (fraction := float(str(memory))) <= 1:
+            return fraction
     try:
-        number, unit = float(match[1]), _UNITS[match[2].casefold()]  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
+        size = parse_bytes(memory)
+    except ValueError:
         raise _memory_error(memory, "is not an amount of memory") from None
-    if unit == 1 and 0 < number <= 1:
-        return number
-    if number * unit < _MIN_BYTES:
-        raise _memory_error(memory, f"would be {number * unit:.0f} bytes")
-    return int(number * unit)
+    if size < _MIN_BYTES:
+        raise _memory_error(memory, f"would be {size} bytes")
+    return size
 
 
 def _memory_error(memory: str | float, problem: str) -> StageConfigError:

@@ -38,6 +38,7 @@ from vllm_omni.config.utils import convert, given_value, nearest, split_error
 from vllm_omni.engine.argument_values import check_values
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
+from vllm_omni.metrics.logs import is_quiet
 from vllm_omni.model_packages import find_models
 
 logger = init_logger("vllm.omni.engine.engine_args")
@@ -330,7 +331,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),
+        "use_tqdm_on_load": sys.stderr.isatty() and not is_quiet(),
         "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
     if is_cpu:

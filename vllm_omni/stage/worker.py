@@ -19,7 +19,7 @@ from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.function_stage import load_function_stage
-from vllm_omni.metrics.logs import configure_process, log_warnings
+from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -30,6 +30,8 @@ from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import RayWorkers, StageSpec
 from vllm_omni.stage.watchdog import Watchdog
+
+logger = get_logger(__name__)
 
 _FUNCTION_BATCH_SIZE = 8
 _SWITCH_INTERVAL_S = 0.0001
@@ -68,6 +70,8 @@ class HostedStage:
     def start(self) -> None:
         """Starts the engine; then the stage accepts requests."""
         with alone_on_devices(self.spec.run_dir, self.spec.stage):
+            if self.engine.compiles_at_start():
+                logger.info("%s: compiles its model, for minutes on a machine's first start", self.label)
             self.engine.start()
         log_warnings()
         self._outbox.put(Started())

@@ -202,6 +202,10 @@ class StageEngine(ABC):
         """
         self.step_timer = make_timer()
 
+    def compiles_at_start(self) -> bool:
+        """Whether `start` compiles its model, which may take minutes. Called before it."""
+        return False
+
     @abstractmethod
     def start(self) -> None:
         """Loads what the stage needs; slow."""

@@ -31,6 +31,8 @@ PUBLIC = (
     "vllm_omni.events.ErrorEvent", "vllm_omni.placement.devices.set_stage_gpu_devices", "vllm_omni.errors",
 )  # fmt: skip
 _OUTWARD = re.compile(r"\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
+_GENERATED = {"CHANGELOG.md": "changelog.md"}
+"""Pages that show a file of the repository as it is written."""
 _LANGUAGES = {
     ".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".md": "markdown", ".json": "json",
     ".service": "ini", "": "docker",
@@ -40,13 +42,14 @@ _LANGUAGES = {
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that come from code."""
     written = [page for page in files.documentation_pages() if "/" not in page.src_uri]
-    for path in sorted({path for page in written for path in outward_links(page.content_string)}):
+    outward = {path for page in written for path in outward_links(page.content_string)}
+    for path in sorted(outward - _GENERATED.keys()):
         files.append(File.generated(config, source_page(path), content=show_source(path)))
     for name, content in (
         ("reference/options.md", "\n".join(describe_options())),
         ("reference/configuration.md", describe_configuration()),
         ("reference/python.md", describe_classes("Python classes", PUBLIC)),
-        ("changelog.md", (ROOT / "CHANGELOG.md").read_text()),
+        *((page, (ROOT / path).read_text()) for path, page in _GENERATED.items()),
     ):
         files.append(File.generated(config, name, content=content))
     return files
@@ -65,7 +68,7 @@ def outward_links(markdown: str) -> list[str]:
 
 
 def source_page(path: str) -> str:
-    return f"source/{path.rstrip('/')}.md"
+    return _GENERATED.get(path, f"source/{path.rstrip('/')}.md")
 
 
 def show_source(path: str) -> str:

@@ -80,8 +80,9 @@ lint: $(STAMP)  ## Check style and types
 	$(BIN)/mypy
 	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "hadolint has no build for this machine"; fi
 
-docs: $(DOCS_STAMP)  ## Build the documentation into build/site
+docs: $(DOCS_STAMP)  ## Build the documentation into build/site, and open it without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	OMNI_SITE=build/site $(BIN)/python -m pytest -q tests/docs/test_site.py
 
 model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training/README.md)
 	$(BIN)/python -m training

@@ -34,6 +34,7 @@ ORDER = (
     "inputs",
     "outputs",
     "metrics",
+    "notebook",
     "media",
     "payloads",
     "sampling_params",

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from vllm_omni.config.stage_config import PipelineConfig
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
-    from vllm_omni.metrics.stats import StageStats
-    from vllm_omni.orchestrator.supervisor import StageHealth
+    from vllm_omni.metrics.stats import StageHealth, StageStats
 
 
 def start_fork_server(*, from_this_process: bool = False) -> ForkServer:

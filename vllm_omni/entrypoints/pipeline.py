@@ -73,6 +73,7 @@ def open_pipeline(
             # While the stages start: this process needs its own tokenizer and preprocessor.
             builder = RequestBuilder(config, args.model)
             for observer in observers:
+                observer.watch_health(orchestrator.health)
                 observer.watch_media_cache(builder.media_cache_counts)
             orchestrator.wait_until_started()
     except BaseException:

@@ -4,7 +4,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
-from enum import Enum
 from functools import partial
 
 import zmq
@@ -23,21 +22,9 @@ from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.outgoing import Outgoing, num_bytes
 from vllm_omni.payloads import AdditionalInformationPayload
-
-
-class StageState(Enum):
-    STARTING = "starting"
-    """Its process loads the model."""
-    READY = "ready"
-    """It takes requests."""
-    UNRESPONSIVE = "unresponsive"
-    """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
-    RESTARTING = "restarting"
-    """Its process died, and the next one is due or loading."""
-    DEAD = "dead"
-    """Its process died too often; its requests fail until the next one is ready."""
 
 
 class StageHandle(ABC):

@@ -33,8 +33,9 @@ from vllm_omni.errors import (
 )
 from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import PipelineObserver
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord

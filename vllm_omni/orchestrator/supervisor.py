@@ -10,43 +10,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.metrics.stats import StageHealth, StageState
 from vllm_omni.orchestrator.fork_server import StageProcess, wait_for_all
 from vllm_omni.orchestrator.launcher import Launcher
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
 _SHUTDOWN_GRACE_S = 10.0
 _END_GRACE_S = 2.0
 """How long to wait for the end of a process that is ending or was killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageHealth:
-    """The state of a replica of a stage.
-
-    Attributes:
-        name, replica: `writer`, or `writer.1` where there are several.
-        state: `starting`, `ready`, `unresponsive`, `restarting` or `dead`.
-        num_restarts: How often its process was replaced.
-        last_death: How its last process ended; empty if none has.
-        node: The machine that it is on; empty without a cluster.
-        waits_for: What is missing for its next process; empty if nothing is.
-    """
-
-    stage_id: int
-    name: str
-    replica: int
-    state: str
-    num_restarts: int = 0
-    last_death: str = ""
-    node: str = ""
-    waits_for: str = ""
 
 
 class SupervisedStage:

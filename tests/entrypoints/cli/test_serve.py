@@ -18,6 +18,7 @@ from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.serve import OPTIONS, OmniServeCommand
 from vllm_omni.entrypoints.cli.serve_help import GROUPS, HINT, VLLM_GROUPS, serve_page
 from vllm_omni.entrypoints.openai import server_process
+from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.errors import StageStartError
 
 
@@ -388,10 +389,36 @@ def test_a_wrong_voice_map_is_refused_before_anything_starts(
     assert not hasattr(server, "args")
 
 
+def test_keys_come_from_a_file(run, server: Server, tiny_qwen3: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n two \n")
+    assert run("serve", tiny_qwen3, "--api-key", "zero", "--api-key-file", keys).code == 0
+    assert api_keys(server.args) == ["zero", "one", "two"]
+    assert "api_key" not in str(server.llm_args)
+    assert run("serve", tiny_qwen3, "--api-key-file", keys).code == 0
+    assert api_keys(server.args) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read: No such file"), (b" \n", "has no key"), (b"\xff\xfe", "cannot be read: 'utf-8' codec")],
+)
+def test_a_file_without_a_key_opens_no_server(
+    run, server: Server, tiny_qwen3: Path, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content)
+    result = run("serve", tiny_qwen3, "--api-key-file", keys)
+    assert result.code == 2 and f"--api-key-file {keys} {words}" in result.err
+    assert not hasattr(server, "args")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--api-key=secret"], "give --playground-auth NAME:PASSWORD"),
+        ([f"--api-key-file={__file__}"], "give --playground-auth NAME:PASSWORD"),
         (["--playground-auth=ann"], "is not of the form NAME:PASSWORD"),
         (["--uds=/tmp/socket"], "browsers cannot reach --uds"),
     ],

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -125,6 +126,8 @@ def _check(parsed: ParsedCommand) -> None:
     ]
     if unsupported:
         raise UsageError("\n".join(unsupported))
+    if args.api_key_file:
+        args.api_key = [*(args.api_key or ()), *_read_api_keys(args.api_key_file)]
     if args.playground:
         _check_playground(args)
     args.api_server_count = None
@@ -132,6 +135,17 @@ def _check(parsed: ParsedCommand) -> None:
     names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()
     reasoning = {name: parsed.explicit[name] for name in names}
     args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **reasoning)
+
+
+def _read_api_keys(path: str) -> list[str]:
+    """The keys of `--api-key-file`. An empty file would leave the server open to all."""
+    try:
+        keys = [key for line in Path(path).read_text().splitlines() if (key := line.strip())]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    if not keys:
+        raise UsageError(f"--api-key-file {path} has no key; make one: openssl rand -hex 32 > {path}")
+    return keys
 
 
 def _check_playground(args: argparse.Namespace) -> None:

@@ -198,9 +198,13 @@ class ApiOptions:
     transcriptions, dall-e-2, dall-e-3, gpt-image-1 and gpt-image-2.5-flare for images. A name of --served-model-name
     wins."""
 
+    api_key_file: str | None = None
+    """A file of keys, one on each line, such as a secret of Docker or systemd: further keys beside those of --api-key,
+    which are in the list of processes. Either wins over VLLM_API_KEY."""
+
     public_lists: bool = False
     """Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none there,
-    such as Open WebUI. Every other path needs a key of --api-key as before."""
+    such as Open WebUI. Every other path needs a key as before."""
 
     playground: bool = False
     """Serve a page to try the model in a browser, at /playground. It needs the extra `ui`."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import runpy
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
 DIAGRAMS = runpy.run_path(str(ROOT / "scripts" / "diagrams.py"))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def skip_without_site() -> None:
     if "OMNI_SITE" not in os.environ:
         pytest.skip("needs a site (`make docs` builds one, and runs this)")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    skip_without_site()
     skip_without_browser()
     from playwright.sync_api import sync_playwright
 
@@ -69,6 +75,28 @@ def test_the_search_finds_a_page(page: Page) -> None:
     page.locator(".md-search-result__link", has_text="Quickstart").first.click()
     page.wait_for_url(address("quickstart.html") + "**")
     assert page.locator("article h1").inner_text().startswith("Quickstart")
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_refused"),
+    [
+        ('<script src="https://unpkg.com/mermaid"></script>', True),
+        ("<link rel=stylesheet href=//fonts.example.com/a.css>", True),
+        ('<img alt="a" src="http://example.com/a.png">', True),
+        ('<a href="https://example.com/">a link</a><img src="images/a.png">', False),
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_fails_the_build(
+    tag: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_site()
+    from mkdocs.exceptions import PluginError
+
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    check = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))["on_post_page"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    with pytest.raises(PluginError, match=r"a\.md: loads ") if is_refused else nullcontext():
+        assert check(tag, page, None) == tag
 
 
 def test_every_diagram_is_drawn() -> None:

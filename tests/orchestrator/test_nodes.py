@@ -173,7 +173,7 @@ def test_a_process_starts_and_is_killed(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_an_error(cluster: Cluster) -> None:
     process = cluster.nodes.fork("h1", b"[]", 60)
-    assert "IndexError" in end_of(process)
+    assert "ValidationError" in end_of(process)
     with pytest.raises(EOFError, match="the node is lost"):
         cluster.nodes.fork("h2", b"[]", 60)
 

@@ -91,7 +91,7 @@ class RayCluster(Cluster):
         self._opened.callback(ray.shutdown)
 
     def _reserve(self, timeout: float) -> dict[int, _Reserved]:
-        """By instance id."""
+        """Reserves what each replica asks for; by instance id."""
         reserved: dict[int, _Reserved] = {}
         together = [instance for instance in self._instances.values() if not instance.stage.has_ray_workers]
         if together:

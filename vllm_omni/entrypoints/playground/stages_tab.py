@@ -132,14 +132,14 @@ def read_stages(text: str) -> Values:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits."""
+    """Writes a time in the unit that fits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
 def figures(name: str, now: Snapshot, before: Snapshot) -> dict[str, str]:
-    """Of one stage. Rates are those since the snapshot before."""
+    """The figures of one stage. Rates are those since the snapshot before."""
     if (values := now.stages.get(name)) is None:
         return {}
     added = _added(name, now, before)

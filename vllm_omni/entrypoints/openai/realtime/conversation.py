@@ -84,7 +84,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """As `Sound.url`."""
+        """What the picture is in a message, as `Sound.url`."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
         return "data:image;base64," + _base64(self.file)

@@ -129,8 +129,10 @@ def returned_error(
     status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
     param: str | None = None,
 ) -> ErrorResponse:
-    """Makes the errors that vLLM's handlers return, or write into a stream, as those that they raise; in place of vLLM's
-    function."""
+    """Makes the errors that vLLM's handlers return, or write into a stream, as those that they raise.
+
+    Called in place of vLLM's function.
+    """
     if isinstance(message, OmniHTTPError | VLLMClientError):
         return error_body(message)
     return create_error_response(message, err_type, status_code, param)

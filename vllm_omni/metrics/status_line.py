@@ -49,7 +49,7 @@ class StatusLine:
         self._start = time.monotonic()
         for handler in logging.getLogger("vllm").handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
-                handler.setStream(self)  # type: ignore[arg-type]
+                handler.setStream(self)
                 self._handlers.append(handler)
         self._thread.start()
         return self

@@ -72,6 +72,17 @@ def test_torch_that_was_imported_before_logs_errors_only(monkeypatch):
         level.value = before
 
 
+def test_warnings_of_an_import_are_not_printed_by_python(monkeypatch, capsys):
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    with logs.handle_import_warnings():
+        logger.warning("Triton is installed, but doesn't include CPU backend.")
+    assert logger.handlers == [] and capsys.readouterr() == ("", "")
+    logger.warning("later")
+    assert capsys.readouterr().err == "later\n"
+
+
 def test_a_line_names_its_request_and_its_stage(records):
     log = about(get_logger("vllm_omni.stage.shell"), stage="stage 1 (talker)")
     log.warning("restarted %d times", 3)

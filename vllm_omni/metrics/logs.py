@@ -12,8 +12,8 @@ import logging.config
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,18 @@ def log_quietly() -> None:
     if "torch" in sys.modules:
         _limit_torch_log()
     configure_process()
+
+
+@contextmanager
+def handle_import_warnings() -> Iterator[None]:
+    """While vLLM is imported, which configures its loggers later: Python itself would print what they warn of, which is
+    about other packages."""
+    logger, handler = logging.getLogger("vllm"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def log_loudly() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-omni` script and what vLLM hands over with `--omni`."""
 
-import logging
 import subprocess
 import sys
 import threading
@@ -93,17 +92,13 @@ def test_vllm_itself_hands_omni_to_us():
     assert "vllm-omni: error: --omni is for bench serve" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_command_that_imports_vllm_says_so_and_nothing_else(monkeypatch, capsys):
+def test_a_command_that_imports_vllm_says_so(monkeypatch, capsys):
     monkeypatch.setattr(status_line, "_PATIENCE_S", 0.0)
     printed = threading.Event()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False, write=sys.stderr.write, flush=printed.set))
-    logger = logging.getLogger("vllm")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", False)
     with cli._importing_vllm():
-        logger.warning("Triton is installed, but doesn't include CPU backend.")
         assert printed.wait(60)
-    assert capsys.readouterr().err == "importing vLLM ...\n" and logger.handlers == []
+    assert capsys.readouterr().err == "importing vLLM ...\n"
 
 
 def test_the_first_import_of_vllm_is_announced(monkeypatch, tmp_path):

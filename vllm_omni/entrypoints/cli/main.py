@@ -176,16 +176,11 @@ def _find_checkpoint(model: str) -> None:
 
 @contextmanager
 def _importing_vllm() -> Iterator[None]:
-    """What vLLM warns of meanwhile is about other packages, and Python prints it while there is no handler for it."""
+    from vllm_omni.metrics.logs import handle_import_warnings
     from vllm_omni.metrics.status_line import waiting
 
-    logger, handler = logging.getLogger("vllm"), logging.NullHandler()
-    logger.addHandler(handler)
-    try:
-        with waiting(describe_import()):
-            yield
-    finally:
-        logger.removeHandler(handler)
+    with handle_import_warnings(), waiting(describe_import()):
+        yield
 
 
 def _log_warnings_only() -> None:

@@ -33,7 +33,7 @@ unexport SAY
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow clients browser screenshots lint docs model clean
+.PHONY: help demo test test-slow clients programs screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,8 +50,8 @@ test-slow: $(STAMP)  ## Run the other tests
 
 clients: $(CLIENTS_STAMP) $(CLIENTS_NPM_STAMP)  ## Install the clients that the slow tests run, in environments of their own
 
-browser:  ## Install Chromium for the tests of the playground (as root)
-	scripts/install_browser.sh
+programs:  ## Install what tests run in Chromium and with systemd-analyze (as root)
+	scripts/install_programs.sh
 
 screenshots: $(STAMP)  ## Make the pictures of docs/playground.md again
 	$(BIN)/python scripts/screenshots.py

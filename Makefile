@@ -40,7 +40,7 @@ unexport SAY
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-next overlay seams clients browser screenshots lint docs model clean
+.PHONY: help demo test test-slow test-next overlay seams clients programs screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,8 +68,8 @@ seams: $(STAMP)  ## Write scripts/vllm_seams again, after a change of what we ta
 
 clients: $(CLIENTS_STAMP) $(CLIENTS_NPM_STAMP)  ## Install the clients that the slow tests run, in environments of their own
 
-browser:  ## Install Chromium for the tests of the playground (as root)
-	scripts/install_browser.sh
+programs:  ## Install what tests run in Chromium and with systemd-analyze (as root)
+	scripts/install_programs.sh
 
 screenshots: $(STAMP)  ## Make the pictures of docs/playground.md again
 	$(BIN)/python scripts/screenshots.py

@@ -9,6 +9,7 @@ works as files, without a network.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,13 +106,24 @@ def show_source(path: str) -> str:
     """A file, or all files of a folder, as a page. A missing file is an error: the link is wrong."""
     target = ROOT / path
     files = sorted(f for f in target.rglob("*") if f.is_file()) if target.is_dir() else [target]
-    shown = [file for file in files if file.suffix in _LANGUAGES]
-    parts = [f"## {file.relative_to(ROOT)}\n\n{fenced(file)}" for file in shown]
+    shown = [file for file in files if file.suffix in (*_LANGUAGES, ".ipynb")]
+    parts = [f"## {file.relative_to(ROOT)}\n\n{show_file(file)}" for file in shown]
     return "\n\n".join([f"# {path.rstrip('/')}", *parts]) + "\n"
 
 
-def fenced(file: Path) -> str:
-    return f"`````{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n`````"
+def show_file(file: Path) -> str:
+    """A file in a fence; of a notebook its cells, with its headings below the page's."""
+    if file.suffix != ".ipynb":
+        return fenced(file.read_text(), _LANGUAGES[file.suffix])
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(file.read_text())["cells"]]
+    return "\n\n".join(
+        fenced(text, "python") if kind == "code" else re.sub("^#", "###", text, flags=re.MULTILINE)
+        for kind, text in cells
+    )
+
+
+def fenced(text: str, language: str) -> str:
+    return f"`````{language}\n{text.rstrip()}\n`````"
 
 
 def describe_options() -> Iterator[str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the screenshots of docs/playground.md: `python scripts/screenshots.py`.
 
-Needs Chromium (`make browser`), and for the page's emoji Debian's `fonts-noto-color-emoji`. Starts the
+Needs Chromium (`make programs`), and for the page's emoji Debian's `fonts-noto-color-emoji`. Starts the
 shipped models with their pages, uses these as a visitor does, and writes docs/images/playground_*.webp.
 """
 

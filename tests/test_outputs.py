@@ -137,7 +137,9 @@ def test_several_choices_are_numbered_in_a_notebook():
 
 
 def test_sound_is_played_in_a_notebook():
-    ((kind, file),) = media_of(answered(audio=SAMPLES * 2))
+    spoken = answered("", audio=SAMPLES * 2)
+    ((kind, file),) = media_of(spoken)
+    assert "pre-wrap" not in spoken._repr_html_()
     assert kind == "audio/wav"
     samples, rate = soundfile.read(io.BytesIO(file), dtype="int16")
     assert rate == 24_000

@@ -336,7 +336,7 @@ class OmniRequestOutput:
         number = f"choice {choice.index}" if len(self.outputs) > 1 else ""
         end = "" if choice.finish_reason in ("stop", None) else f"ended by: {choice.finish_reason}"
         title = ", ".join(filter(None, (number, end)))
-        return (notebook.note(title) if title else "") + notebook.paragraph(choice.text)
+        return (notebook.note(title) if title else "") + (notebook.paragraph(choice.text) if choice.text else "")
 
     def _media_as_html(self) -> list[str]:
         tensors = {name: each for name, each in self.multimodal_output.items() if not name.startswith("file.")}

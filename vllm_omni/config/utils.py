@@ -94,7 +94,7 @@ def convert(raw: Any, cls: type[_T]) -> _T:
 
 
 def convert_config(raw: Any, cls: type[_T]) -> _T:
-    """The same for a configuration, which may have sizes as `parse_sizes` reads them."""
+    """Converts a configuration as `convert` does; it may have sizes as `parse_sizes` reads them. Raises as `convert`."""
     try:
         raw = parse_sizes(raw)
     except ValueError as error:

@@ -94,7 +94,7 @@ def convert(raw: Any, cls: type[_T]) -> _T:
 
 
 def convert_config(raw: Any, cls: type[_T]) -> _T:
-    """Converts a configuration as `convert` does; it may have sizes as `parse_sizes` reads them. Raises as `convert`."""
+    """Converts a configuration, which may have sizes as `parse_sizes` reads them, as `convert` does."""
     try:
         raw = parse_sizes(raw)
     except ValueError as error:

@@ -126,7 +126,7 @@ def log_warnings() -> None:
 
 
 def _limit_torch_log() -> None:
-    """Limits the log of a process that had imported torch, which reads its variable then, and of its forks."""
+    """Does what torch's variable does, in a process that has imported torch, which read it then."""
     with suppress(OSError, ValueError):  # It has no such library, or that has no such variable.
         library = ctypes.CDLL(str(Path(sys.modules["torch"].__file__ or "").parent / "lib" / "libc10.so"))
         ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _TORCH_ERROR

@@ -25,7 +25,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def clear_line(stream: TextIO) -> None:
-    """Clears the line of a process that ends without closing it."""
+    """Clears the last line, for a process that ends without closing its `StatusLine`."""
     if is_terminal(stream):
         stream.write(_CLEAR)
 
@@ -64,14 +64,14 @@ class StatusLine:
         self._write(_CLEAR)
 
     def write(self, text: str) -> None:
-        """Writes lines of the log above the line; called by handlers."""
+        """Writes lines of the log, as the stream of its handler."""
         with self._lock:
             self._write(_CLEAR + text)
             if text.endswith("\n") and not self._closing.is_set():
                 self._draw()
 
     def flush(self) -> None:
-        """Flushes the stream; called by handlers."""
+        """Flushes the terminal, as the stream of the log's handler."""
         self._stream.flush()
 
     def _draw_until_closed(self) -> None:

@@ -30,7 +30,7 @@ article { display: grid; grid-template-columns: 10rem 1fr; gap: 0 1.5rem; border
 article > div { min-width: 0; overflow-wrap: break-word; }
 h2 { font-size: 1rem; margin: 0; } audio { width: 100%; } code { background: #8882; padding: .1rem .3rem; }
 img { width: 100%; max-width: 10rem; image-rendering: pixelated; border: 1px solid var(--line); }
-.text { font-size: 1.3rem; margin: .3rem 0; } .note, .legend { opacity: .75; margin: .3rem 0; }
+.text { font-size: 1.3rem; margin: .3rem 0; } .note { opacity: .75; } .note, .legend { margin: .3rem 0; }
 .right { color: #1e8e3e; } .wrong { color: #d93025; } .open { color: #b06000; }
 .timeline { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .6rem; margin-top: .8rem;
   font-size: .8rem; align-items: center; }

@@ -24,6 +24,7 @@ _CSS = """
 button[aria-label="Share"], button[title="Share"] { display: none; }
 .player:not(:has(audio)) { display: none; }
 .block .html-container { padding: 0; }
+#images-gallery .fixed-height { max-height: none; }
 .player audio { width: 100%; height: 40px; }
 .dark .player audio { color-scheme: dark; }
 """

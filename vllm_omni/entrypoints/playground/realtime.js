@@ -182,7 +182,7 @@
           break;
         case "conversation.item.added":
           if (event.item.role !== "user") break;
-          this.write(event.item.id, "user", event.item.content[0].type === "input_image" ? "🖼" : "🎤");
+          this.write(event.item.id, "user", event.item.content[0].type === "input_image" ? "[picture]" : "[speech]");
           break;
         case "conversation.item.input_audio_transcription.completed":
           this.write(event.item_id, "user", event.transcript);

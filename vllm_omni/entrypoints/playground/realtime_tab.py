@@ -21,11 +21,11 @@ _HTML = """
 """
 _CSS = """
 .status { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 12px; min-height: 2.5em; }
-.state { padding: 4px 12px; border-radius: 99px; background: var(--background-fill-secondary); }
+.state { padding: 4px 12px; border-radius: 99px; background: var(--border-color-primary); }
 .state[data-state=Listening] { background: #dcfce7; color: #14532d; }
 .state[data-state=Thinking] { background: #fef3c7; color: #78350f; }
 .state[data-state=Speaking] { background: #dbeafe; color: #1e3a8a; }
-.level { flex: 1 0 60px; max-width: 240px; background: var(--background-fill-secondary); }
+.level { flex: 1 0 60px; max-width: 240px; background: var(--border-color-primary); }
 .level span { display: block; width: 0; background: var(--color-accent); }
 .level, .level span { height: 8px; border-radius: 4px; }
 .delay { color: var(--body-text-color-subdued); }

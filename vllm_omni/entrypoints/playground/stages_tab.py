@@ -30,7 +30,7 @@ _MAX_MARKS = 5
 _LOAD_AXIS = f'<div class="axis"><span>{_SHOWN_S} s ago</span><span>load</span><span>now</span></div>'
 _CARDS_CSS = """
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); gap: 16px; }
-.card { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 12px; }
+.card { max-width: 440px; border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 12px; }
 .name { display: flex; justify-content: space-between; font-weight: 600; overflow-wrap: anywhere; }
 .status { font-weight: 400; color: #b45309; }
 .status[data-status=ready] { color: #16a34a; }
@@ -97,7 +97,8 @@ class StagesTab:
             states = {stage["name"]: stage["status"] for stage in health.json()["stages"]}
         except FAILURES as error:
             return gr.skip(), f"⚠️ {self._server.explain(error)}", history
-        now = Snapshot(time.monotonic(), read_stages(metrics.text))
+        stages = read_stages(metrics.text)
+        now = Snapshot(time.monotonic(), {name: stages[name] for name in states if name in stages})  # in stage order
         history = [*(snapshot for snapshot in history if snapshot.time > now.time - _SHOWN_S), now]
         note = "" if now.stages else "The server has no metrics (`--disable-log-stats`)."
         return cards_of(states, history), note, history

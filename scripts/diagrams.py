@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the Mermaid diagrams of the documentation: `python scripts/diagrams.py`.
 
-Needs Chromium (`make browser`), npm, and a network for it: Mermaid is a library for browsers. Writes
+Needs Chromium (`make programs`), npm, and a network for it: Mermaid is a library for browsers. Writes
 docs/figures/diagrams/*.svg, which scripts/docs_hooks.py puts in place of the diagrams' sources, so that the site needs
 neither the library nor a network. A file has the name of its page and a digest of its source.
 """

@@ -99,7 +99,7 @@ def test_without_the_playground_the_next_page_is_the_servers(tmp_path: Path, mon
 def test_the_page_fits(tmp_path: Path, width: int) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (extra `test`)")
     if shutil.which("chromium") is None:
-        pytest.skip("needs Chromium (`make browser`)")
+        pytest.skip("needs Chromium (`make programs`)")
     results = [result(), result(text="word" * 40, verdict="not judged"), result(picture="picture.png")]
     page = write_page(tmp_path, results, "talk")
     with playwright.sync_playwright() as running:

@@ -78,7 +78,7 @@ def _problem(error: ValidationError) -> str:
 
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any] | None:
-    """Checks an argument by its type and the range of the configuration's field. None: its type says nothing."""
+    """The check of an argument by its type and the range of the configuration's field. None: its type says nothing."""
     kind = _TYPES[name]
     if isinstance(kind, str) or any(isinstance(one, type) and issubclass(one, Enum) for one in (kind, *get_args(kind))):
         return None  # vLLM finds an enum's member by its name.

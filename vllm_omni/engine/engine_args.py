@@ -173,7 +173,8 @@ class StageEngineArgs(EngineArgs):
 
 
 def _check_block_size(config: VllmConfig) -> None:
-    """Refuses what a CPU's attention would refuse after the weights have been loaded; vLLM only warns before that."""
+    """Refuses a block size that the attention on a CPU would refuse when the weights have been loaded; before that,
+    vLLM only warns."""
     cache, model = config.cache_config, config.model_config
     if not (current_platform.is_cpu() and cache.user_specified_block_size) or model.use_mla:
         return

@@ -129,10 +129,8 @@ def returned_error(
     status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
     param: str | None = None,
 ) -> ErrorResponse:
-    """Makes the errors that vLLM's handlers return, or write into a stream, as those that they raise.
-
-    Called in place of vLLM's function.
-    """
+    """An error that a handler of vLLM's returns, or writes into a stream, in the style of those that it raises. Takes
+    the arguments of vLLM's function, which it replaces."""
     if isinstance(message, OmniHTTPError | VLLMClientError):
         return error_body(message)
     return create_error_response(message, err_type, status_code, param)

@@ -84,7 +84,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """What the picture is in a message, as `Sound.url`."""
+        """Its address in messages; where another connector of vLLM's reads these, the file itself."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
         return "data:image;base64," + _base64(self.file)

@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
 from vllm_omni.errors import VllmRequirementError
+from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.metrics.status_line import waiting
 from vllm_omni.model_packages import OWN_PACKAGE, find_models
 from vllm_omni.vllm_requirement import describe_import, find_vllm, require_vllm
@@ -97,7 +98,7 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     yield from found
     num_processes, shared_memory = 1, SHARED_MEMORY
     if arguments and platform is not None:
-        with waiting(describe_import()):
+        with handle_import_warnings(), waiting(describe_import()):
             from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
         with waiting(f"computing the memory of {arguments[0]}"):
             config, findings = check_model(arguments, platform, devices)

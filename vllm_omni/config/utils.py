@@ -110,6 +110,20 @@ def split_error(error: msgspec.ValidationError) -> tuple[str, str]:
     return message.split(" - at ")[0], where.group(1).lstrip(".") if where else ""
 
 
+def given_value(error: msgspec.ValidationError, raw: Any) -> str:
+    """`, not 7`, or, behind its type, ` 'seven'`: what was given at the error's location; an empty string where that is
+    not one number or text, or the error has it."""
+    problem, location = split_error(error)
+    try:
+        for key, index in re.findall(r"(\w+)|\[(\d+|\.\.\.)]", location):
+            raw = raw[key] if key else raw[int(index)]
+    except (LookupError, TypeError, ValueError):  # msgspec does not tell the key of a dict.
+        return ""
+    if not isinstance(raw, (str, int, float)) or "enum value" in problem:
+        return ""
+    return f"{' ' if 'got' in problem else ', not '}{raw!r:.100}"
+
+
 def stage_configs_dir() -> Path:
     """The directory of the shipped stage configurations: one YAML for each model, and variants for other machines.
 

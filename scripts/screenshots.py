@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -24,8 +25,8 @@ from tests.servers import RunningServer  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 QUALITY = 80
-DESKTOP = {"viewport": {"width": 1100, "height": 900}}
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+DESKTOP: Any = {"viewport": {"width": 1100, "height": 900}}
+PHONE: Any = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 
 
 def main() -> None:

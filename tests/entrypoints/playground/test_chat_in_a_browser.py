@@ -98,7 +98,8 @@ def test_a_message_ends_the_answer_before(page: Page, talking_server: RunningSer
     before = web.num_aborted(talking_server.url, KEY)
     ask_for_a_long_answer(page)
     web.send(page, "Say: a red circle")
-    web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
+    web.answers(page).get_by_text("Stopped.").wait_for()
+    web.answers(page).get_by_text("A red circle.", exact=True).nth(1).wait_for()
     assert web.answers(page).get_by_text("Stopped.").count() == 1
     web.wait_until_aborted(talking_server.url, before, KEY)
     assert web.wait_until_played(page).any()

@@ -119,10 +119,10 @@ def test_a_stopped_answer_is_marked_and_the_model_does_not_read_the_mark(tmp_pat
     conversation = Conversation()
     conversation.ask("Why?", [])
     answer = conversation.answer = Answer(conversation, LiveSounds(), str(tmp_path))
-    assert conversation.is_answering
+    was_answering = conversation.is_answering
     answer.add(delta("Because", "AAAA"))
     heard = _stop(conversation)
-    assert not conversation.is_answering and heard == (conversation.shown, "")
+    assert (was_answering, conversation.is_answering) == (True, False) and heard == (conversation.shown, "")
     assert conversation.messages[-1] == {"role": "assistant", "content": "Because"}
     _, text, mark, sound = (entry["content"] for entry in conversation.shown)
     assert (text, mark) == ("Because", STOPPED) and Path(sound["path"]).read_bytes() == bytes(3)

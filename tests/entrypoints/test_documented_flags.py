@@ -37,6 +37,7 @@ GIVEN: dict[str, Any] = {
 }
 OTHERS = {
     "data_parallel_size": "refused (test_serve.py)",
+    "load_format": "named for `vllm preload`, which a pipeline does not have",
     "log_config_file": "of processes, which have it through the environment",
     "log_level": "as this",
     "model": "every start has one",

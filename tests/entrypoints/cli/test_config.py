@@ -146,7 +146,6 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--request-timeout-s", "nan"], "request_timeout_s: Expected `float` >= 0.0, not nan"),
         (["--init-timeout", "0"], "init_timeout: Expected `float` > 0.0, not 0"),
         (["--max-inflight", "0"], "max_inflight: Expected `int` >= 1, not 0"),
-        (["--shm-threshold-bytes", "-1"], "shm_threshold_bytes: Expected `int` >= 0, not -1"),
         (["--stage.talker.default_sampling_params.top_p", "7"], "(talker): default_sampling_params: top_p must be in"),
         (["--stage.thinker.default_sampling_params.top_kk", "7"], "(thinker): default_sampling_params: Unexpected"),
     ],
@@ -155,6 +154,12 @@ def test_an_error_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str
     result = run("config", "show", tiny_qwen3_omni_moe, *given)
     assert (result.code, result.out) == (1, "")
     assert words in result.err and "Traceback" not in result.err
+
+
+def test_a_size_that_is_none_is_an_error_of_usage(run, tiny_qwen3_omni_moe: Path) -> None:
+    result = run("config", "show", tiny_qwen3_omni_moe, "--shm-threshold-bytes", "-1")
+    assert (result.code, result.out) == (2, "")
+    assert "--shm-threshold-bytes: '-1' is not a number of bytes; write 4096, 512MiB or 4GiB" in result.err
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["show", "--help"], 0), ([], 2), (["see"], 2)])

@@ -51,6 +51,7 @@ OF_DIFFUSION: dict[str, Any] = {
 }
 # Elsewhere: files and mappings of flags, what is refused, and what needs a model of another kind.
 IN_TEST_SERVE = {
+    "api_key_file",
     "config",
     "grpc",
     "headless",

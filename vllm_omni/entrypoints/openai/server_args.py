@@ -93,8 +93,8 @@ class ServerLimits:
     request beyond that is answered with 429. At least --max-decoded-bytes."""
 
     max_client_decoded_bytes: int | None = None
-    """The same for one API key, or, on a server without keys, for one address; not less than --max-decoded-bytes.
-    Default: half of --max-total-decoded-bytes."""
+    """Bytes of decoded media of the requests of one API key or, without keys, address. At least --max-decoded-bytes;
+    default: half of --max-total-decoded-bytes."""
 
     send_timeout_s: float = 60.0
     """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose

@@ -56,7 +56,7 @@ test-slow: overlay  ## Run the other tests
 	$(RUN_TESTS) test-slow$(VLLM:%=-on-%) --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
 
 test-next:  ## Run the main tests of what depends on vLLM most on its next version
-	$(MAKE) test VLLM=$(NEXT_VLLM) TEST_LIMIT=5 TEST_BUDGET=4 PYTEST_ARGS="$(NEXT_TESTS)"
+	$(MAKE) test VLLM=$(NEXT_VLLM) TEST_LIMIT=8 TEST_BUDGET=5 PYTEST_ARGS="$(NEXT_TESTS)"
 
 overlay: $(STAMP)
 	@$(if $(VLLM),$(BIN)/python scripts/vllm_overlay.py $(VLLM))

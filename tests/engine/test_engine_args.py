@@ -49,7 +49,7 @@ class TestRefused:
             ({"max_num_seqs": True}, "max_num_seqs: True must be a valid integer"),
             ({"enforce_eager": "yes"}, "enforce_eager: 'yes' must be a valid boolean"),
             ({"hf_overrides": [1]}, r"hf_overrides: \[1\] must be a valid dictionary or must be callable"),
-            ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype: 'fp4' must be 'auto', "),
+            ({"mamba_cache_dtype": "fp5"}, "mamba_cache_dtype: 'fp5' must be 'auto', "),
             ({"swa_bounded_replay": 3}, "swa_bounded_replay: 3 must be a valid boolean"),
             ({"limit_mm_per_prompt": {"image": "many"}}, "limit_mm_per_prompt: 'many' must be a valid integer.* or"),
             ({"compilation_config": {"mode": "best"}}, "compilation_config.mode: 'best' is wrong: Invalid.*NONE"),

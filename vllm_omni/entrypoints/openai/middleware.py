@@ -115,7 +115,6 @@ class ContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = scope[SCOPE_KEY] = RequestContext.start()
-        context.address = (scope.get("client") or ("",))[0]
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -240,7 +239,7 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        client = scope[SCOPE_KEY].client
+        client = scope[SCOPE_KEY].owner or (scope.get("client") or ("",))[0]
         with self._counting(client) as count:
             receive = self._counted(PatientReceive(receive, self._min_rate), count)
             try:

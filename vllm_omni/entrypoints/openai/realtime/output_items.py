@@ -14,7 +14,6 @@ from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
 from vllm_omni.entrypoints.openai.realtime.config import Values
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
-from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 Send = Callable[..., Awaitable[None]]
 
@@ -28,14 +27,14 @@ class SessionContext:
     Attributes:
         send: Sends an event: its type and fields.
         chat: The handler of the requests.
-        client: The context of the WebSocket, whose client sends all requests.
+        owner: See `RequestContext`.
         sample_rate: Of the model's speech, in Hz.
         lead_s: How far the speech that was sent may be ahead of its playing, in seconds.
     """
 
     send: Send
     chat: OmniServingChat
-    client: RequestContext
+    owner: bytes
     sample_rate: int
     lead_s: float
 

@@ -34,16 +34,19 @@ ORDER = (
     "inputs",
     "outputs",
     "metrics",
+    "notebook",
     "media",
     "payloads",
     "sampling_params",
     "config",
     "vllm_requirement",
+    "vllm_versions",
     "extras",
     "errors",
     "testing",  # imports nothing of ours but the declarations of models
     "speech_recognition",
     "model_packages",
+    "version",
 )
 """From the top. Each imports only itself and those below it."""
 
@@ -62,7 +65,7 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide dependencies"
             if node.module == "vllm_omni":
-                found |= {alias.name for alias in node.names if not alias.name.startswith("__")}
+                found |= {alias.name for alias in node.names}
             elif node.module is not None and is_ours(node.module):
                 module = node.module.removeprefix("vllm_omni.")
                 found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}  # A name may be a module.

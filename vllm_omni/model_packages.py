@@ -20,7 +20,7 @@ _OWN = EntryPoint(OWN_PACKAGE, "vllm_omni.model_executor.registry:MODELS", GROUP
 _SELECTION = "VLLM_PLUGINS"
 PACKAGES_OF_REPOSITORY = {"shapes": "coloured_shapes", "shapes-painter": "coloured_shapes"}
 """Folders in `packages/`, by the names of their checkpoints: for the error where such a package is not installed."""
-_GUIDE = 'docs/adding_a_model.md, "A model in a package of your own"'
+_GUIDE = "docs/adding_a_model.md"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from tests.engine import feedback_models, hooked_models
 from vllm_omni.engine import engine_args, input_processor
+from vllm_omni.engine.argument_values import check_values
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_config_for_inputs, create_engine_args
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.errors import StageConfigError
@@ -40,6 +41,19 @@ class TestRefused:
             ({"gpu_mem": 0.5}, r"unknown engine argument 'gpu_mem'$"),
             ({"engine_type": "diffusion"}, "'diffusion' is not one of ar, generation"),
             ({"engine_type": "generation", "async_scheduling": True}, "only autoregressive stages"),
+            ({"row_cache_bytes": -1}, "row_cache_bytes: Expected `int` >= 0, not -1"),
+            ({"hf_config_name": 3}, "hf_config_name: Expected `str | null`, got `int` 3"),
+            ({"model_arch": ["A"]}, "model_arch: Expected `str | null`, got `array`"),
+            ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: nan must be"),
+            ({"gpu_memory_utilization": 7}, "gpu_memory_utilization: 7 must be less than or equal to 1"),
+            ({"max_num_seqs": True}, "max_num_seqs: True must be a valid integer"),
+            ({"enforce_eager": "yes"}, "enforce_eager: 'yes' must be a valid boolean"),
+            ({"hf_overrides": [1]}, r"hf_overrides: \[1\] must be a valid dictionary or must be callable"),
+            ({"mamba_cache_dtype": "fp5"}, "mamba_cache_dtype: 'fp5' must be 'auto', "),
+            ({"swa_bounded_replay": 3}, "swa_bounded_replay: 3 must be a valid boolean"),
+            ({"limit_mm_per_prompt": {"image": "many"}}, "limit_mm_per_prompt: 'many' must be a valid integer.* or"),
+            ({"compilation_config": {"mode": "best"}}, "compilation_config.mode: 'best' is wrong: Invalid.*NONE"),
+            ({"tokenizer_mode": "sloww"}, "tokenizer_mode: 'sloww' is not one of auto, "),
             ({"engine_output_type": "latent", "speculative_config": {"method": "ngram"}}, "rejected tokens"),
             (
                 {"engine_output_type": "latent", "kv_transfer_config": {"kv_role": "kv_both"}},
@@ -55,6 +69,11 @@ class TestRefused:
         arguments = create_engine_args(str(tiny_qwen3_omni_moe), hf_config_name="talker")
         with pytest.raises(ValueError, match=r"Qwen3OmniMoeConfig has no 'talker'; it has .*'talker_config'"):
             arguments.create_engine_config()
+
+
+def test_the_default_of_each_argument_is_no_error(tiny_qwen3):
+    """Whatever type vLLM gives it."""
+    check_values(vars(EngineArgs(str(tiny_qwen3))))
 
 
 class TestAsyncScheduling:

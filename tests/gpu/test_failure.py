@@ -77,7 +77,7 @@ def test_requests_of_a_killed_stage_fail_or_complete(budgeted: Budgeted) -> None
 
 
 def process_of(llm: OmniLLM, index: int) -> int:
-    return llm._pipeline.orchestrator._supervisor.groups[index].process.pid
+    return llm._pipeline.orchestrator._supervisor.stages[index].process.pid
 
 
 def wait_for_restart(llm: OmniLLM, index: int, restarts: int) -> None:

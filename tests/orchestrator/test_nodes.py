@@ -71,7 +71,7 @@ class Cluster:
             ),
             connector=ConnectorConfig(name="InlineConnector"),
         )
-        return self.nodes.fork(name, msgspec.json.encode([spec]), 60)
+        return self.nodes.fork(name, msgspec.json.encode(spec), 60)
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The server's, and those below it."""
@@ -173,7 +173,7 @@ def test_a_process_starts_and_is_killed(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_an_error(cluster: Cluster) -> None:
     process = cluster.nodes.fork("h1", b"[]", 60)
-    assert "IndexError" in end_of(process)
+    assert "ValidationError" in end_of(process)
     with pytest.raises(EOFError, match="the node is lost"):
         cluster.nodes.fork("h2", b"[]", 60)
 

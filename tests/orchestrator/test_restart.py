@@ -51,8 +51,7 @@ class Gate(ForkServer):
         self._open[name].clear()
 
     def fork(self, spec: bytes, timeout: float) -> StageProcess:
-        for one in msgspec.json.decode(spec, type=list[StageSpec]):
-            self._open[one.stage.name].wait()
+        self._open[msgspec.json.decode(spec, type=StageSpec).stage.name].wait()
         if self.is_broken:
             raise EOFError("the server is broken")
         process = kept_server().fork(spec, timeout)

@@ -31,11 +31,10 @@ from vllm_omni.errors import (
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics, StageState
 from vllm_omni.orchestrator import router as router_module
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.fake import FakeStage
-from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
@@ -162,7 +161,7 @@ class Pipeline:
         """Whether a stage's death has taken the request, which is to be tried again."""
         assert self.events[request_id] == []
         return any(
-            stage_id in q.instances and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
+            q.stage_id == stage_id and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
         )
 
     @property

@@ -12,9 +12,9 @@ from tests.orchestrator.pipelines import TIMEOUT_S, TRIANGLE, make_config
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator import supervisor as supervisor_module
 from vllm_omni.orchestrator.fake import FakeLauncher, FakeProcess, FakeStage
-from vllm_omni.orchestrator.omni_stage import StageState
 from vllm_omni.orchestrator.supervisor import Supervisor
 
 INIT_TIMEOUT_S = 60.0
@@ -23,7 +23,7 @@ BACKOFF_S = 1.0
 
 
 class Pipeline:
-    """A supervisor of stages a and b in one process, and c in another."""
+    """A supervisor of stages a, b and c."""
 
     def __init__(self, clock: Clock, **restart: Any) -> None:
         self.clock = clock
@@ -39,7 +39,7 @@ class Pipeline:
         self.is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.supervisor = Supervisor(
-            [[a, b], [c]],
+            [a, b, c],
             self.server,
             RestartConfig(**{"backoff_s": BACKOFF_S, "max_backoff_s": 3.0, "window_s": 100.0, **restart}),
             INIT_TIMEOUT_S,
@@ -92,13 +92,10 @@ def pipeline(clock: Clock) -> Pipeline:
     return Pipeline(clock)
 
 
-def test_each_group_of_stages_has_one_process(pipeline: Pipeline) -> None:
+def test_each_stage_has_a_process(pipeline: Pipeline) -> None:
     pipeline.supervisor.start_all(100.0)
-    assert pipeline.server.specs == [
-        [{"name": "a", "epoch": 0}, {"name": "b", "epoch": 0}],
-        [{"name": "c", "epoch": 0}],
-    ]
-    assert pipeline.supervisor.filenos() == [1000, 1001]
+    assert pipeline.server.specs == [("a", 0), ("b", 0), ("c", 0)]
+    assert pipeline.supervisor.filenos() == [1000, 1001, 1002]
     assert pipeline.states == ["starting"] * 3 and pipeline.supervisor.due == 1000.0 + INIT_TIMEOUT_S
 
 
@@ -113,7 +110,7 @@ def test_nothing_is_due_once_all_stages_are_ready(pipeline: Pipeline) -> None:
 
 def test_a_process_that_cannot_be_forked_fails_the_start(pipeline: Pipeline) -> None:
     pipeline.server.errors = [OSError("no memory")]
-    with pytest.raises(StageStartError, match=r"stage 0 \(a\), stage 1 \(b\) could not be started: no memory") as error:
+    with pytest.raises(StageStartError, match=r"stage 0 \(a\) could not be started: no memory") as error:
         pipeline.supervisor.start_all(100.0)
     assert error.value.stage_id == 0
 
@@ -121,21 +118,21 @@ def test_a_process_that_cannot_be_forked_fails_the_start(pipeline: Pipeline) -> 
 def test_a_death_during_the_start_is_not_followed_by_a_restart(pipeline: Pipeline) -> None:
     pipeline.supervisor.start_all(100.0)
     pipeline.die(pipeline.server.processes[0])
-    assert pipeline.down == ["a", "b"] and pipeline.stages["a"].death == "it exited with status 1"
-    assert pipeline.supervisor.due == 1000.0 + INIT_TIMEOUT_S, "only the other process is awaited"
-    assert pipeline.supervisor.filenos() == [1001]
+    assert pipeline.down == ["a"] and pipeline.stages["a"].death == "it exited with status 1"
+    assert pipeline.supervisor.due == 1000.0 + INIT_TIMEOUT_S, "only the other processes are awaited"
+    assert pipeline.supervisor.filenos() == [1001, 1002]
 
 
 def test_only_processes_with_a_readable_descriptor_are_checked(pipeline: Pipeline) -> None:
     pipeline.start()
     pipeline.server.processes[0].has_ended = True
-    pipeline.supervisor.handle_deaths({1001, 7})
+    pipeline.supervisor.handle_deaths({1001, 1002, 7})
     assert pipeline.down == [] and pipeline.states == ["ready"] * 3
 
 
 def test_a_process_that_is_not_ready_in_time_is_killed(pipeline: Pipeline) -> None:
     pipeline.start()
-    first, _ = pipeline.server.processes
+    first, *_ = pipeline.server.processes
     pipeline.die(first)
     pipeline.act_at(1000.0 + BACKOFF_S)
     pipeline.run_command()
@@ -150,20 +147,20 @@ def test_a_process_that_is_not_ready_in_time_is_killed(pipeline: Pipeline) -> No
     assert second.is_closed
 
 
-def test_a_dead_process_is_restarted_with_all_its_stages(pipeline: Pipeline) -> None:
+def test_a_dead_process_is_restarted(pipeline: Pipeline) -> None:
     pipeline.start()
     pipeline.die(pipeline.server.processes[0])
-    assert pipeline.down == ["a", "b"] and pipeline.states == ["restarting", "restarting", "ready"]
+    assert pipeline.down == ["a"] and pipeline.states == ["restarting", "ready", "ready"]
     assert pipeline.supervisor.due == 1000.0 + BACKOFF_S
     pipeline.act_at(1000.0 + BACKOFF_S)
     assert pipeline.supervisor.due is None, "one restart is in progress"
     pipeline.run_command()
-    assert pipeline.server.specs[-1] == [{"name": "a", "epoch": 1}, {"name": "b", "epoch": 1}]
-    assert pipeline.supervisor.filenos() == [1002, 1001]
-    pipeline.ready("a", "b")
+    assert pipeline.server.specs[-1] == ("a", 1)
+    assert pipeline.supervisor.filenos() == [1003, 1001, 1002]
+    pipeline.ready("a")
     assert pipeline.supervisor.due is None and pipeline.states == ["ready"] * 3
-    assert [stage.num_restarts for stage in pipeline.supervisor.health] == [1, 1, 0]
-    assert [stage.last_death for stage in pipeline.supervisor.health] == ["it exited with status 1"] * 2 + [""]
+    assert [stage.num_restarts for stage in pipeline.supervisor.health] == [1, 0, 0]
+    assert [stage.last_death for stage in pipeline.supervisor.health] == ["it exited with status 1", "", ""]
 
 
 def restart(pipeline: Pipeline) -> float:
@@ -212,14 +209,14 @@ def test_a_stage_can_stay_dead(clock: Clock) -> None:
 def test_a_failed_restart_counts_as_a_death(pipeline: Pipeline) -> None:
     pipeline.start()
     pipeline.server.errors = [EOFError("the fork server ended")]
-    pipeline.die(pipeline.server.processes[1])
+    pipeline.die(pipeline.server.processes[2])
     pipeline.act_at(1000.0 + BACKOFF_S)
     pipeline.run_command()
     assert pipeline.down == ["c", "c"] and pipeline.stages["c"].death == "the fork server ended"
     assert pipeline.supervisor.due == 1000.0 + BACKOFF_S + 2 * BACKOFF_S
     pipeline.act_at(pipeline.supervisor.due)
     pipeline.run_command()
-    assert pipeline.server.specs[-1] == [{"name": "c", "epoch": 2}]
+    assert pipeline.server.specs[-1] == ("c", 2)
 
 
 def test_a_restart_that_waits_for_a_node_is_reported(pipeline: Pipeline) -> None:
@@ -228,35 +225,35 @@ def test_a_restart_that_waits_for_a_node_is_reported(pipeline: Pipeline) -> None
     pipeline.die(pipeline.server.processes[0])
     pipeline.act_at(1000.0 + BACKOFF_S)
     pipeline.run_command()
-    assert pipeline.waiting == ["a", "b"]
-    assert [stage.waits_for for stage in pipeline.supervisor.health] == ["a node", "a node", ""]
+    assert pipeline.waiting == ["a"]
+    assert [stage.waits_for for stage in pipeline.supervisor.health] == ["a node", "", ""]
     pipeline.run_command()
     assert [stage.waits_for for stage in pipeline.supervisor.health] == [""] * 3
 
 
 def test_stages_that_are_ready_before_their_process_is_known(pipeline: Pipeline) -> None:
     pipeline.start()
-    pipeline.die(pipeline.server.processes[1])
+    pipeline.die(pipeline.server.processes[2])
     pipeline.act_at(1000.0 + BACKOFF_S)
     pipeline.ready("c")
     pipeline.run_command()
-    assert pipeline.supervisor.due is None and pipeline.supervisor.filenos() == [1000, 1002]
+    assert pipeline.supervisor.due is None and pipeline.supervisor.filenos() == [1000, 1001, 1003]
 
 
 def test_a_process_that_is_forked_after_the_end_is_killed(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline.start()
-    pipeline.die(pipeline.server.processes[1])
+    pipeline.die(pipeline.server.processes[2])
     pipeline.is_closed = True
     killed = queue.SimpleQueue[None]()
     monkeypatch.setattr(FakeProcess, "kill", lambda process: killed.put(None))
     pipeline.act_at(1000.0 + BACKOFF_S)
     killed.get(timeout=TIMEOUT_S)
-    assert pipeline.supervisor.filenos() == [1000]
+    assert pipeline.supervisor.filenos() == [1000, 1001]
 
 
 def test_a_process_that_is_ending_has_some_time_for_it(pipeline: Pipeline) -> None:
     pipeline.start()
-    process = pipeline.server.processes[1]
+    process = pipeline.server.processes[2]
     process.has_failed = True
     pipeline.supervisor.handle_deaths({process.pid})
     pipeline.clock.now += 1.0
@@ -268,7 +265,7 @@ def test_a_process_that_is_ending_has_some_time_for_it(pipeline: Pipeline) -> No
 
 def test_the_reason_for_a_kill_is_reported_as_the_death(pipeline: Pipeline) -> None:
     pipeline.start()
-    process = pipeline.server.processes[1]
+    process = pipeline.server.processes[2]
     stage: Any = pipeline.stages["c"]
     pipeline.supervisor.kill(stage, "a message from it cannot be decoded")
     pipeline.supervisor.kill(stage, "another reason")
@@ -284,7 +281,7 @@ def test_the_reason_for_a_kill_is_reported_as_the_death(pipeline: Pipeline) -> N
 
 def test_stopping_asks_ready_stages_and_kills_the_others(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline.start()
-    first, second = pipeline.server.processes
+    first, second, third = pipeline.server.processes
     pipeline.stages["c"].state = StageState.STARTING
     waits: list[tuple[list[FakeProcess], float]] = []
 
@@ -295,6 +292,6 @@ def test_stopping_asks_ready_stages_and_kills_the_others(pipeline: Pipeline, mon
     monkeypatch.setattr(supervisor_module, "wait_for_all", wait_for_all)
     pipeline.supervisor.stop_all()
     assert pipeline.log == [("a", ShutdownMessage()), ("b", ShutdownMessage())]
-    assert waits == [([first, second], 10.0), ([first], END_GRACE_S)]
-    assert (first.kills, second.kills) == (1, 1), "one did not stop in time, one was still loading"
-    assert first.is_closed and second.is_closed
+    assert waits == [([first, second, third], 10.0), ([first], END_GRACE_S)]
+    assert (first.kills, second.kills, third.kills) == (1, 0, 1), "one did not stop in time, one was still loading"
+    assert first.is_closed and second.is_closed and third.is_closed

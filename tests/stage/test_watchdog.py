@@ -81,15 +81,14 @@ def start() -> Iterator[Callable[[PipelineConfig], Caller]]:
         orchestrator.close()
 
 
-def limited(stage: dict[str, Any], limit_s: float, process: bool | str = True) -> dict[str, Any]:
-    return stage | {"runtime": {"step_timeout_s": limit_s, "process": process}}
+def limited(stage: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    return stage | {"runtime": {"step_timeout_s": limit_s}}
 
 
-@pytest.mark.parametrize("process", [True, "shared by all"])
-def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
+def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller]) -> None:
     a, _, c = TRIANGLE
     b = function_stage(1, "b", hang, (0,))
-    stages = limited(a, 3600.0, process), limited(b, 1.0, process), limited(c, 0, process)
+    stages = limited(a, 3600.0), limited(b, 1.0), limited(c, 0)
     caller = start(make_config(*stages, restart={"backoff_s": 0.01}))
     for _ in range(2):
         caller.submit("good")

@@ -22,7 +22,7 @@ from vllm_omni.config.stage_config import (
     RuntimeConfig,
     WindowConfig,
 )
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 from vllm_omni.extras import install_command
 
@@ -83,9 +83,9 @@ def parse_pipeline_config(raw: Any, source: str, untrusted_checkpoint: Path | No
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
-        config = convert(raw, PipelineConfig)
+        config = convert_config(raw, PipelineConfig)
     except msgspec.ValidationError as error:
-        raise StageConfigError(f"{source}: {_explain(error)}") from error
+        raise StageConfigError(f"{source}: {_explain(error, raw)}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
     try:
         if untrusted_checkpoint is not None:
@@ -122,22 +122,40 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
-def _explain(error: msgspec.ValidationError) -> str:
-    """The message for an error of msgspec's, with key and remedy."""
+def _explain(error: msgspec.ValidationError, raw: Any) -> str:
+    """The message for an error of msgspec's, with stage, key, value and remedy."""
     problem, location = split_error(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
-        return f"{location or 'top level'}: {problem}"
-    known = _known_keys(location)
+        details = f"{problem}{given_value(error, raw)}{_choices(location)}"
+        return f"{_stage_name(location, raw)}{location or 'top level'}: {details}"
+    known = [field.encode_name for field in _type_at(location).fields]
     key = f"{location}.{unknown.group(1)}" if location else unknown.group(1)
     return f"unknown key {key!r}{nearest(unknown.group(1), known)} (known here: {', '.join(known)})"
 
 
-def _known_keys(location: str) -> list[str]:
+def _stage_name(location: str, raw: Any) -> str:
+    """`stage 'thinker': `, of a location in a stage that has a name."""
+    try:
+        name = raw["stage_args"][int(re.findall(r"^stage_args\[(\d+)]", location)[0])]["engine_args"]["model_stage"]
+    except (LookupError, TypeError):
+        return ""
+    return f"stage {name!r}: "
+
+
+def _choices(location: str) -> str:
+    """` (known here: all, control)`, of a value that is one of several."""
+    kind = _type_at(location)
+    kinds = [kind, *getattr(kind, "types", ())]
+    values = [value for each in kinds if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
+    return f" (known here: {', '.join(map(str, values))})" if values else ""
+
+
+def _type_at(location: str) -> Any:
     node: Any = msgspec.inspect.type_info(PipelineConfig)
     for part in re.findall(r"\w+|\[[^]]*\]", location):
         node = _descend(node, part)
-    return [field.encode_name for field in node.fields]
+    return node
 
 
 def _descend(node: Any, part: str) -> Any:
@@ -153,6 +171,10 @@ def _check_ids(config: PipelineConfig) -> None:
         raise StageConfigError("stage_args: is empty; a pipeline needs at least one stage")
     seen: set[int | str] = set()
     for stage in config.stage_args:
+        if not isinstance(stage.name, str):
+            raise StageConfigError(
+                f"stage {stage.stage_id}: engine_args.model_stage: {stage.name!r} is not a name; write it in quotes"
+            )
         for value, what in ((stage.stage_id, "stage_id"), (stage.name, "engine_args.model_stage")):
             if value in seen:
                 raise StageConfigError(f"stage_args: {what} {value!r} is given twice; it must be unique")
@@ -268,8 +290,6 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
             f"{where}: first_window_size {window.first_window_size} is too small; {path} needs at least "
             f"{processor.min_first_window_size} {window.unit}"
         )
-    if window.window_growth is not None and window.window_growth <= 1:
-        raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
     for name in ("left_context", "right_context"):
         if (context := getattr(window, name)) < 0:
             raise StageConfigError(f"{where}: {name} {context} is negative")

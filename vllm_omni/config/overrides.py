@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
@@ -118,11 +118,12 @@ def _sections(override: Mapping[str, Any], where: str) -> dict[str, dict[str, An
 
 def _override_runtime(runtime: StageRuntimeConfig, values: Mapping[str, Any], where: str) -> StageRuntimeConfig:
     try:
-        return convert(msgspec.to_builtins(runtime) | dict(values), StageRuntimeConfig)
+        return convert_config(msgspec.to_builtins(runtime) | dict(values), StageRuntimeConfig)
     except msgspec.ValidationError as error:
         problem, key = split_error(error)
         if unknown := re.search(r"unknown field `(.+?)`", problem):
             known = StageRuntimeConfig.__struct_fields__
             near = nearest(unknown.group(1), known)
             problem = f"there is no runtime.{unknown.group(1)}{near} (known here: {', '.join(known)})"
-        raise StageConfigError(f"{where}: {f'runtime.{key}: ' if key else ''}{problem}") from error
+        given = given_value(error, values)
+        raise StageConfigError(f"{where}: {f'runtime.{key}: ' if key else ''}{problem}{given}") from error

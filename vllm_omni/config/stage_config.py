@@ -8,7 +8,7 @@ of any model.
 import itertools
 from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,7 +16,13 @@ from vllm_omni.errors import StageConfigError
 
 EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
 ROUTING_POLICIES = ("least_loaded", "round_robin", "prefix")
-SHARED_PROCESS = "shared"
+_LONGEST_S = 1e9
+"""30 years; threads cannot wait for much longer."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_S)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=_LONGEST_S)]
 
 
 class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,8 +33,7 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         routing: How that one is selected, when the request starts: `least_loaded`: it has the fewest requests;
             `round_robin`: one after the other; `prefix`: it had prompts with the same beginning (for prefix caching),
             unless it has many more requests than another.
-        process: `true`: each replica has its own process. A name: it shares a process with all stages of that name;
-            `false` is the name `shared`. Stages that share processes have the same number of replicas.
+        process: `true`, the only value: each replica has a process of its own.
         devices: Accelerators that are visible to the stage (see `placement.devices.set_stage_gpu_devices`): a comma
             list (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
             replica; any other value is that of all replicas.
@@ -58,10 +63,10 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     cpus: str | int | list[str | int] | None = None
     node: str | list[str] | None = None
     resources: dict[str, float] = {}
-    max_batch_size: int | None = None
-    max_inflight: int | None = None
-    max_queued: int | None = None
-    step_timeout_s: float = 300.0
+    max_batch_size: Positive | None = None
+    max_inflight: Positive | None = None
+    max_queued: Positive | None = None
+    step_timeout_s: Seconds = 300.0
     requires_multimodal_data: bool = False
 
     def of_replica(self, replica: int) -> "StageRuntimeConfig":
@@ -109,7 +114,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             defined under `runtime.connectors`.
     """
 
-    stage_id: int
+    stage_id: NotNegative
     engine_type: EngineType | None = None
     stage_type: Literal["llm", "diffusion", "function"] | None = None
     runtime: StageRuntimeConfig = StageRuntimeConfig()
@@ -123,7 +128,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
-    sample_rate: int | None = None
+    sample_rate: Positive | None = None
     reads: list[str] | None = None
     only_if: str | None = None
     default_sampling_params: dict[str, Any] = {}
@@ -257,7 +262,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     to: int
     window_size: int | None = None
     first_window_size: int | None = None
-    window_growth: float | None = None
+    window_growth: Annotated[float, msgspec.Meta(gt=1, le=1e6)] | None = None
     left_context: int | None = None
     right_context: int | None = None
     unit: str | None = None
@@ -278,7 +283,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     name: Literal["SharedMemoryConnector", "InlineConnector", "NixlConnector"]
-    extra: dict[str, int] = {}
+    extra: dict[str, NotNegative] = {}
 
     @property
     def shm_threshold_bytes(self) -> int:
@@ -296,9 +301,9 @@ class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     window_size: int = -1
-    max_inflight: int | None = None
-    max_queued: int = 64
-    high_watermark_bytes: int = 256 << 20
+    max_inflight: Positive | None = None
+    max_queued: Positive = 64
+    high_watermark_bytes: Positive = 256 << 20
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -310,8 +315,8 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             after it if none comes. The first token of all is sent at once.
     """
 
-    max_segment_tokens: int = 8
-    min_flush_interval_ms: float = 20.0
+    max_segment_tokens: Positive = 8
+    min_flush_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000 * _LONGEST_S)] = 20.0
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -325,10 +330,10 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_backoff_s: Upper bound of the back-off.
     """
 
-    max_restarts: int = 5
-    window_s: float = 300.0
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    max_restarts: NotNegative = 5
+    window_s: Seconds = 300.0
+    backoff_s: Seconds = 0.5
+    max_backoff_s: Seconds = 30.0
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -353,10 +358,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     defaults: RuntimeDefaults = RuntimeDefaults()
     ar: SegmentConfig = SegmentConfig()
     restart: RestartConfig = RestartConfig()
-    max_inflight: int = 256
-    max_queued: int = 256
-    request_timeout_s: float = 21600.0
-    stage_init_timeout: float = 600.0
+    max_inflight: Positive = 256
+    max_queued: NotNegative = 256
+    request_timeout_s: Seconds = 21600.0
+    stage_init_timeout: PositiveSeconds = 600.0
     distributed_backend: Literal["ray"] | None = None
     ray_address: str = "auto"
     encrypt: Literal["all", "control"] = "all"
@@ -436,16 +441,6 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             stage_id: [instance for instance in self.instances.values() if instance.stage.stage_id == stage_id]
             for stage_id in self.stages
         }
-
-    @property
-    def processes(self) -> list[list[StageInstance]]:
-        """The replicas of each process, in stage order; processes in the order of their first ones."""
-        groups: dict[tuple[int | str, int], list[StageInstance]] = {}
-        for instance in self.instances.values():
-            process = instance.stage.runtime.process
-            name = instance.stage.stage_id if process is True else process or SHARED_PROCESS
-            groups.setdefault((name, instance.replica), []).append(instance)
-        return list(groups.values())
 
     def without(self, stage_ids: Iterable[int]) -> "PipelineConfig":
         """This configuration without some stages and those that read their outputs.
@@ -539,7 +534,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         size = default if edge.window_size is None else edge.window_size
         if size == -1:
             return WindowConfig()
-        first = edge.first_window_size or declared.first_window_size
+        first = declared.first_window_size if edge.first_window_size is None else edge.first_window_size
         return WindowConfig(
             window_size=size,
             first_window_size=size if first == -1 and unit != SENTENCES else first,

@@ -233,9 +233,14 @@ class MetricsMessage(Message):
 
 
 class AliveMessage(Message):
-    """The stage's IO thread works, and has sent nothing else for `HEARTBEAT_S`."""
+    """The stage's IO thread works, and has sent nothing else for `HEARTBEAT_S`, or starts what may take longer.
+
+    Attributes:
+        more_s: What its next work may take in addition to the stage's `step_timeout_s`.
+    """
 
     instance_id: int
+    more_s: float = 0.0
 
 
 class FaultMessage(Message):

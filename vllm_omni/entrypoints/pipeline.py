@@ -13,6 +13,7 @@ from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
+from vllm_omni.entrypoints.start_progress import start_progress
 from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.extras import install_command
 from vllm_omni.metrics.observer import PipelineObserver
@@ -68,11 +69,13 @@ def open_pipeline(
         undo.pop_all()
     try:
         on_open(orchestrator.close)
-        # While the stages start: this process needs its own tokenizer and preprocessor.
-        builder = RequestBuilder(config, args.model)
-        for observer in observers:
-            observer.watch_media_cache(builder.media_cache_counts)
-        orchestrator.wait_until_started()
+        with start_progress(orchestrator.health, [stage.checkpoint(args.model) for stage in config.stage_args]):
+            # While the stages start: this process needs its own tokenizer and preprocessor.
+            builder = RequestBuilder(config, args.model)
+            for observer in observers:
+                observer.watch_health(orchestrator.health)
+                observer.watch_media_cache(builder.media_cache_counts)
+            orchestrator.wait_until_started()
     except BaseException:
         orchestrator.close()
         raise

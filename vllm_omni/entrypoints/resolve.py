@@ -32,6 +32,7 @@ from vllm_omni.config.utils import find_stage_configs, is_shipped, nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
 from vllm_omni.engine.engine_args import create_engine_args, message_of
 from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
+from vllm_omni.engine.hub import check_on_hub
 from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -146,6 +147,7 @@ def _source(args: OmniArgs) -> Path | None:
     if own.is_file():
         return own
     revision = args.engine_args.get("revision")
+    check_on_hub(model, revision, args.engine_args.get("hf_token"))
     if is_diffusers_model(model, revision):
         name = args.engine_args.get("pipeline_class") or load_model_index(model, revision)["_class_name"]
         return find_models().pipelines.get(str(name))

@@ -37,11 +37,10 @@ class Cluster(ABC):
     host: str
 
     @abstractmethod
-    def place(self, process: int, on_wait: Callable[[str], None]) -> Place:
-        """Where a process belongs now; waits as long as there is no machine for it.
+    def place(self, instance_id: int, on_wait: Callable[[str], None]) -> Place:
+        """Where a replica's process belongs now; waits as long as there is no machine for it.
 
         Args:
-            process: Its index in `PipelineConfig.processes`.
             on_wait: Called with what is waited for, if that takes long.
 
         Raises:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of stages, a launcher and processes without processes: for tests of what handles, starts and routes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm_omni.config.stage_config import StageInstance
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import Message, PeerUpMessage
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.fork_server import StageProcess
 from vllm_omni.orchestrator.launcher import Launcher, OnWait
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 
 
 class FakeStage(StageHandle):
@@ -99,24 +99,24 @@ class FakeLauncher(Launcher):
     """Makes fake processes.
 
     Attributes:
-        specs: The names and epochs of the stages of each launch.
+        specs: The name of the stage and its epoch, of each launch.
         processes: Those that it made.
         errors: Raised by the next launches.
         waits_for: What is missing for a process; empty if nothing is.
     """
 
     def __init__(self) -> None:
-        self.specs: list[list[dict[str, Any]]] = []
+        self.specs: list[tuple[str, int]] = []
         self.processes: list[FakeProcess] = []
         self.errors: list[Exception] = []
         self.waits_for = ""
 
-    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> FakeProcess:
+    def launch(self, stage: StageHandle, timeout: float, on_wait: OnWait) -> FakeProcess:
         if self.waits_for:
             on_wait(self.waits_for)
         if self.errors:
             raise self.errors.pop(0)
-        self.specs.append([{"name": stage.instance.name, "epoch": stage.epoch} for stage in stages])
+        self.specs.append((stage.instance.name, stage.epoch))
         self.processes.append(FakeProcess(len(self.processes)))
         return self.processes[-1]
 

@@ -29,6 +29,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
+from vllm_omni.metrics.logs import handle_import_warnings
+
 _MAX_MESSAGE = 1 << 20
 _head = struct.Struct("<4sI")  # verb, number
 _WORKER = "vllm_omni.stage.worker"
@@ -398,8 +400,9 @@ class _Server:
 def _import_all(modules: Sequence[str]) -> None:
     """Leaves the garbage collector off: while modules are imported it finds nothing, and takes a fifth of the time."""
     gc.disable()
-    for module in modules:
-        importlib.import_module(module)
+    with handle_import_warnings():
+        for module in modules:
+            importlib.import_module(module)
 
 
 def _load(modules: Sequence[str]) -> None:
@@ -413,7 +416,7 @@ def _load(modules: Sequence[str]) -> None:
 def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:
     status = 1
     try:
-        stages = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (kept alive: see there)
+        stage = importlib.import_module(_WORKER).main(spec, lifeline)  # noqa: F841 (kept alive: see there)
         status = 0
     except BaseException as error:
         traceback.print_exc()

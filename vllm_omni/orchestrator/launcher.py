@@ -4,7 +4,7 @@
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,8 @@ class Launcher(ABC):
     """Starts processes. For use from any thread."""
 
     @abstractmethod
-    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
-        """Starts a process for these stages.
+    def launch(self, stage: StageHandle, timeout: float, on_wait: OnWait) -> StageProcess:
+        """Starts a process for this replica of a stage.
 
         Args:
             timeout: Seconds that the start may take, once there is a machine for it.
@@ -47,8 +47,8 @@ class LocalLauncher(Launcher):
     def __init__(self, server: ForkServer, specs: SpecFactory, site: Site) -> None:
         self._server, self._specs, self._site = server, specs, site
 
-    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
-        return self._server.fork(self._specs.make_all(stages, self._site), timeout)
+    def launch(self, stage: StageHandle, timeout: float, on_wait: OnWait) -> StageProcess:
+        return self._server.fork(self._specs.encode(stage, self._site), timeout)
 
     def close(self) -> None:
         self._server.close()
@@ -69,33 +69,27 @@ class ClusterLauncher(Launcher):
         self._cluster, self._server, self._specs, self._nodes = cluster, server, specs, nodes
         self._run_dir, self._network, self._inbound_address = run_dir, network, inbound_address
         self._config = specs.config
-        self._places: dict[int, Place] = {}  # by process
+        self._places: dict[int, Place] = {}  # by instance id
         self._servers: dict[str, str] = {}  # the name of each node's server, by node
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the two
 
-    def launch(self, stages: Sequence[StageHandle], timeout: float, on_wait: OnWait) -> StageProcess:
-        process = self._process_of(stages)
-        for other in range(len(self._config.processes)):  # Those of one machine share it, so all places are needed.
-            if other not in self._places or other == process:
+    def launch(self, stage: StageHandle, timeout: float, on_wait: OnWait) -> StageProcess:
+        for other in self._config.instances:  # Those of one machine share it, so all places are needed.
+            if other not in self._places or other == stage.instance_id:
                 self._places[other] = self._cluster.place(other, on_wait)
-        place = self._places[process]
-        for stage in stages:
-            stage.node, stage.node_name = place.node, place.name
+        place = self._places[stage.instance_id]
+        stage.node, stage.node_name = place.node, place.name
         if not place.node:
-            return self._server.fork(self._specs.make_all(stages, self._site(place, self._run_dir.path)), timeout)
+            return self._server.fork(self._specs.encode(stage, self._site(place, self._run_dir.path)), timeout)
         server = self._server_of(place, timeout)
         site = self._site(place, Path(self._nodes.wait_for(server, timeout)))
-        return self._nodes.fork(server, self._specs.make_all(stages, site), timeout)
+        return self._nodes.fork(server, self._specs.encode(stage, site), timeout)
 
     def close(self) -> None:
         self._server.close()
         self._nodes.cancel_waits()
         self._cluster.close()
-
-    def _process_of(self, stages: Sequence[StageHandle]) -> int:
-        processes = self._config.processes
-        return next(index for index, process in enumerate(processes) if stages[0].instance in process)
 
     def _server_of(self, place: Place, timeout: float) -> str:
         """The name of a node's server, which is started if there is none."""
@@ -111,16 +105,13 @@ class ClusterLauncher(Launcher):
         return server
 
     def _site(self, place: Place, run_dir: Path) -> Site:
-        indices = [index for index, other in self._places.items() if other.node == place.node]
         return Site(
             run_dir=run_dir,
             orchestrator=self._inbound_address if place.node else orchestrator_address(run_dir),
             is_local=not place.node,
             network=msgspec.structs.replace(self._network, host=place.host),
             devices={
-                instance.instance_id: self._places[index].devices
-                for index in indices
-                for instance in self._config.processes[index]
+                instance_id: other.devices for instance_id, other in self._places.items() if other.node == place.node
             },
             workers=place.workers,
         )

@@ -4,7 +4,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Executor
-from enum import Enum
 from functools import partial
 
 import zmq
@@ -23,21 +22,9 @@ from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.outgoing import Outgoing, num_bytes
 from vllm_omni.payloads import AdditionalInformationPayload
-
-
-class StageState(Enum):
-    STARTING = "starting"
-    """Its process loads the model."""
-    READY = "ready"
-    """It takes requests."""
-    UNRESPONSIVE = "unresponsive"
-    """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
-    RESTARTING = "restarting"
-    """Its process died, and the next one is due or loading."""
-    DEAD = "dead"
-    """Its process died too often; its requests fail until the next one is ready."""
 
 
 class StageHandle(ABC):
@@ -50,6 +37,7 @@ class StageHandle(ABC):
         credit: Limits what is sent to it, where it is a first stage.
         num_requests: Requests that were assigned to it and that it has not finished.
         heard_s: When it sent its last message, by the clock of `SilenceWatch`.
+        more_s: What it may be silent for after that in addition to its `step_timeout_s`.
     """
 
     def __init__(self, instance: StageInstance, credit: Credit) -> None:
@@ -59,7 +47,7 @@ class StageHandle(ABC):
         self.death = ""
         self.credit = credit
         self.num_requests = 0
-        self.heard_s = 0.0
+        self.heard_s = self.more_s = 0.0
         self.node = self.node_name = ""
 
     @property

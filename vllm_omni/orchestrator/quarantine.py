@@ -19,20 +19,18 @@ class Quarantine:
     """The quarantine of one process.
 
     Attributes:
-        instances: The process's instance of each of its stages, by stage id.
+        instance_id, stage_id: The replica and the stage that run in it.
         waiting: Requests to be tried, in order.
         running: The request that is tried; nothing else is in the process.
         ends: When it ends, whatever waits (`time.monotonic()`); infinite while the process is not ready.
     """
 
-    instances: dict[int, int]
+    instance_id: int
+    stage_id: int
     waiting: deque[RequestRecord] = field(default_factory=deque)
     running: RequestRecord | None = None
     ends: float = math.inf
 
     def concerns(self, record: RequestRecord) -> bool:
         """Whether the process has work for a request, or will get some."""
-        return any(
-            record.instances.get(stage_id) == instance_id and stage_id in record.pending
-            for stage_id, instance_id in self.instances.items()
-        )
+        return record.instances.get(self.stage_id) == self.instance_id and self.stage_id in record.pending

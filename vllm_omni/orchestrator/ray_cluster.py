@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from vllm.platforms import current_platform
 
-from vllm_omni.config.resources import process_cpus, process_devices
+from vllm_omni.config.resources import instance_cpus, instance_devices
 from vllm_omni.config.stage_config import PipelineConfig, StageInstance
 from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.orchestrator.cluster import Cluster, Place
@@ -68,10 +68,10 @@ class RayCluster(Cluster):
         self._opened = contextlib.ExitStack()
         try:
             self._connect(config.runtime.ray_address)
-            self._bundles = [_make_bundles(process) for process in config.processes]
-            self._labels = [", ".join(instance.label for instance in process) for process in config.processes]
+            self._bundles = {instance.label: _make_bundles(instance) for instance in config.instances.values()}
             self._check_fit()
-            self._reserved = self._reserve(config.processes, timeout)
+            self._instances = config.instances
+            self._reserved = self._reserve(timeout)
             self._own_node = ray.get_runtime_context().get_node_id()
             self.host = find_address(self._interface)
         except BaseException:
@@ -90,23 +90,25 @@ class RayCluster(Cluster):
             ) from error
         self._opened.callback(ray.shutdown)
 
-    def _reserve(self, processes: Sequence[Sequence[StageInstance]], timeout: float) -> list[_Reserved]:
+    def _reserve(self, timeout: float) -> dict[int, _Reserved]:
+        """Reserves what each replica asks for; by instance id."""
         reserved: dict[int, _Reserved] = {}
-        together = [index for index, process in enumerate(processes) if not process[0].stage.has_ray_workers]
+        together = [instance for instance in self._instances.values() if not instance.stage.has_ray_workers]
         if together:
-            group = self._make_group([self._bundles[index][0] for index in together])
-            reserved |= {index: _Reserved(group, [bundle]) for bundle, index in enumerate(together)}
+            group = self._make_group([self._bundles[instance.label][0] for instance in together])
+            reserved |= {instance.instance_id: _Reserved(group, [bundle]) for bundle, instance in enumerate(together)}
         context = ray.get_runtime_context()
-        for index in set(range(len(processes))).difference(together):
-            name = f"vllm_omni-{uuid.uuid4().hex}"
-            workers = RayWorkers(address=context.gcs_address, namespace=context.namespace, group=name)
-            group = self._make_group(self._bundles[index], name)
-            reserved[index] = _Reserved(group, list(range(len(self._bundles[index]))), workers)
+        for instance_id, instance in self._instances.items():
+            if instance.stage.has_ray_workers:
+                name = f"vllm_omni-{uuid.uuid4().hex}"
+                workers = RayWorkers(address=context.gcs_address, namespace=context.namespace, group=name)
+                bundles = self._bundles[instance.label]
+                reserved[instance_id] = _Reserved(self._make_group(bundles, name), list(range(len(bundles))), workers)
         deadline = time.monotonic() + timeout
         for own in reserved.values():
             if not own.group.wait(max(0.0, deadline - time.monotonic())):
                 raise PipelineStartError(f"the resources were not free within {timeout:g} s\n{self._describe()}")
-        return [reserved[index] for index in range(len(processes))]
+        return reserved
 
     def _make_group(self, bundles: list[Resources], name: str = "") -> PlacementGroup:
         group = placement_group(bundles, strategy="PACK", name=name)
@@ -118,11 +120,11 @@ class RayCluster(Cluster):
     def _check_fit(self) -> None:
         """Whether the nodes have what is asked for, be it in use or not."""
         nodes = [node["Resources"] for node in _alive_nodes()]
-        for label, bundles in zip(self._labels, self._bundles, strict=True):
+        for label, bundles in self._bundles.items():
             if not all(any(_fits(bundle, node) for node in nodes) for bundle in bundles):
                 raise PipelineStartError(f"{label} fits on no node of the Ray cluster\n{self._describe()}")
         total: Resources = {}
-        for bundle in itertools.chain.from_iterable(self._bundles):
+        for bundle in itertools.chain.from_iterable(self._bundles.values()):
             total = {name: total.get(name, 0) + bundle.get(name, 0) for name in {*total, *bundle}}
         if not _fits(total, ray.cluster_resources()):
             raise PipelineStartError(f"the stages together do not fit in the Ray cluster\n{self._describe()}")
@@ -133,10 +135,7 @@ class RayCluster(Cluster):
         return "\n".join(
             [
                 "asked for (runtime.resources, runtime.node):",
-                *(
-                    f"  {label}: {_join_all(bundles)}"
-                    for label, bundles in zip(self._labels, self._bundles, strict=True)
-                ),
+                *(f"  {label}: {_join_all(bundles)}" for label, bundles in self._bundles.items()),
                 "the cluster has:",
                 *(
                     f"  {_node_name(node)}: {_join(node['Resources'])} (free: {_join(free.get(node['NodeID'], {}))})"
@@ -147,8 +146,8 @@ class RayCluster(Cluster):
 
     # Processes.
 
-    def place(self, process: int, on_wait: Callable[[str], None]) -> Place:
-        reserved, bundles = self._reserved[process], self._bundles[process]
+    def place(self, instance_id: int, on_wait: Callable[[str], None]) -> Place:
+        reserved, bundles = self._reserved[instance_id], self._bundles[self._instances[instance_id].label]
         while not self._is_closed.is_set():
             tasks = [
                 locate.options(
@@ -190,40 +189,31 @@ class RayCluster(Cluster):
             self._opened.close()
 
 
-def _make_bundles(process: Sequence[StageInstance]) -> list[Resources]:
+def _make_bundles(instance: StageInstance) -> list[Resources]:
     """What a process asks for, or each worker of its stage if Ray starts them.
 
     Raises:
         StageConfigError: Ray cannot start them.
     """
-    bundle = _make_bundle(process)
-    for instance in process:
-        if instance.stage.has_ray_workers:
-            _check_ray_workers(instance, process)
-            return [bundle | {current_platform.ray_device_key: 1.0}] * world_size(instance.stage)
-    return [bundle]
-
-
-def _check_ray_workers(instance: StageInstance, process: Sequence[StageInstance]) -> None:
+    bundle = _make_bundle(instance)
+    if not instance.stage.has_ray_workers:
+        return [bundle]
     where = f"{instance.label}: distributed_executor_backend: ray"
     if not current_platform.ray_device_key:
         raise StageConfigError(f"{where}: vLLM has no such executor for a {current_platform.device_name}; remove it")
-    if len(process) > 1:
-        raise StageConfigError(f"{where} needs a process of its own; set runtime.process to true")
     if instance.stage.runtime.devices is not None:
         raise StageConfigError(f"{where}: Ray chooses the devices of its workers; remove runtime.devices")
+    return [bundle | {current_platform.ray_device_key: 1.0}] * world_size(instance.stage)
 
 
-def _make_bundle(process: Sequence[StageInstance]) -> Resources:
-    cpus, devices = process_cpus(list(process)), process_devices(list(process))
+def _make_bundle(instance: StageInstance) -> Resources:
+    cpus, devices, runtime = instance_cpus(instance), instance_devices(instance), instance.stage.runtime
     bundle: Resources = {"CPU": 1.0 if cpus is None else float(cpus if isinstance(cpus, int) else len(cpus))}
     if not current_platform.is_cpu():
-        width = max(num_devices(instance.stage) for instance in process)
-        bundle["GPU"] = float(width if devices is None else len(devices))
-    for instance in process:
-        bundle |= instance.stage.runtime.resources
-        if instance.stage.runtime.node is not None:
-            bundle[f"node:{_find_node(str(instance.stage.runtime.node), instance.label)}"] = _PIN
+        bundle["GPU"] = float(num_devices(instance.stage) if devices is None else len(devices))
+    bundle |= runtime.resources
+    if runtime.node is not None:
+        bundle[f"node:{_find_node(str(runtime.node), instance.label)}"] = _PIN
     return {name: amount for name, amount in bundle.items() if amount}
 
 

@@ -33,8 +33,9 @@ from vllm_omni.errors import (
 )
 from vllm_omni.inputs import StageInput
 from vllm_omni.metrics.observer import PipelineObserver
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
@@ -70,11 +71,6 @@ class RequestRouter:
         self._number = 0
         self._records: dict[str, RequestRecord] = {}
         self._retried: dict[str, str] = {}  # ids in stages, by id
-        self._processes = {
-            instance.instance_id: {other.stage.stage_id: other.instance_id for other in process}
-            for process in config.processes
-            for instance in process
-        }
         self._quarantines: list[Quarantine] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
@@ -127,7 +123,7 @@ class RequestRouter:
     @property
     def _barred(self) -> set[int]:
         """Instances that take no new requests: their processes are in quarantine."""
-        return {instance_id for quarantine in self._quarantines for instance_id in quarantine.instances.values()}
+        return {quarantine.instance_id for quarantine in self._quarantines}
 
     def _start(self, request: PipelineRequest) -> None:
         """Starts a waiting request. It is always known here or in `Admission`, so that it gets its terminal event."""
@@ -315,7 +311,7 @@ class RequestRouter:
     def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
         for quarantine in self._quarantines:
-            if stage.instance_id in quarantine.instances.values():
+            if stage.instance_id == quarantine.instance_id:
                 for record in quarantine.waiting:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
@@ -353,7 +349,7 @@ class RequestRouter:
 
         A request of which the caller has received output fails, and so do all requests of a dead stage.
         """
-        quarantine = next((q for q in self._quarantines if stage.instance_id in q.instances.values()), None)
+        quarantine = next((q for q in self._quarantines if q.instance_id == stage.instance_id), None)
         is_alone = quarantine is not None and quarantine.running is record
         if is_alone and record.is_working(stage.stage_id):
             text = f"{stage.label} died of the request twice, at last while it did nothing else: {stage.death}"
@@ -362,7 +358,7 @@ class RequestRouter:
             self._fail_dead(record, stage)
         else:
             if quarantine is None:
-                quarantine = Quarantine(self._processes[stage.instance_id])
+                quarantine = Quarantine(stage.instance_id, stage.stage_id)
                 self._quarantines.append(quarantine)
             self._leave(record)
             retry = record.make_retry()
@@ -376,21 +372,21 @@ class RequestRouter:
         if quarantine.running is not None and not self._is_in(quarantine, quarantine.running):
             quarantine.running = None
         waiting = quarantine.waiting = deque(r for r in quarantine.waiting if r.request_id in self._records)
-        stages = [self._stages[instance_id] for instance_id in quarantine.instances.values()]
+        stage = self._stages[quarantine.instance_id]
         now = time.monotonic()
-        if not all(stage.is_up for stage in stages):
+        if not stage.is_up:
             quarantine.ends = math.inf
-            is_over = any(stage.state is StageState.DEAD for stage in stages)
+            is_over = stage.state is StageState.DEAD
         else:
             quarantine.ends = min(quarantine.ends, now + LIMIT_S)
             is_over = now >= quarantine.ends
         if is_over or not (waiting or quarantine.running):
             self._quarantines.remove(quarantine)
             for record in waiting:
-                self._fail_dead(record, stages[0])
+                self._fail_dead(record, stage)
         elif waiting and quarantine.ends < math.inf and not any(map(quarantine.concerns, self._records.values())):
             quarantine.running = waiting.popleft()
-            self._submit(quarantine.running, quarantine.instances)
+            self._submit(quarantine.running, {quarantine.stage_id: quarantine.instance_id})
 
     def _is_in(self, quarantine: Quarantine, record: RequestRecord) -> bool:
         return record.request_id in self._records and quarantine.concerns(record)

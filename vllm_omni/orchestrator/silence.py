@@ -9,7 +9,8 @@ import logging
 import math
 import time
 
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.metrics.stats import StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.supervisor import Supervisor
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 
@@ -44,9 +45,9 @@ class SilenceWatch:
         if passed <= wait_s + _LATE_S:
             self._listened_s += passed
 
-    def heard(self, stage: StageHandle) -> None:
-        """The stage has sent a message."""
-        stage.heard_s = self._listened_s
+    def heard(self, stage: StageHandle, more_s: float = 0.0) -> None:
+        """The stage has sent a message, and starts work that may take so much longer than its time limit."""
+        stage.heard_s, stage.more_s = self._listened_s, more_s
         if stage.state is StageState.UNRESPONSIVE:
             logger.warning("%s: answers again", stage.label)
             self._supervisor.set_state(stage, StageState.READY)
@@ -64,12 +65,12 @@ class SilenceWatch:
         """Seconds that the stage may still be silent."""
         limit_s = UNRESPONSIVE_S
         if stage.state is StageState.UNRESPONSIVE:
-            limit_s += stage.config.runtime.step_timeout_s or math.inf
+            limit_s += (stage.config.runtime.step_timeout_s or math.inf) + stage.more_s
         return limit_s - (self._listened_s - stage.heard_s)
 
     def _on_silence(self, stage: StageHandle) -> None:
         if stage.state is StageState.UNRESPONSIVE:
-            limit_s = stage.config.runtime.step_timeout_s
+            limit_s = stage.config.runtime.step_timeout_s + stage.more_s
             self._supervisor.kill(stage, f"it did not answer for {limit_s:g} s ({TIMEOUT_OPTION})")
         else:
             logger.error("%s: does not answer; is its process stopped?", stage.label)

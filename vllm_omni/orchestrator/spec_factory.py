@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the start parameters of each stage process from the pipeline's configuration."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,9 +50,9 @@ class SpecFactory:
     otlp_traces_endpoint: str | None
     log_stats: bool = False
 
-    def make_all(self, stages: Sequence[StageHandle], site: Site) -> bytes:
+    def encode(self, stage: StageHandle, site: Site) -> bytes:
         """The argument of `vllm_omni.stage.worker.main`."""
-        return msgspec.json.encode([self.make(stage, site) for stage in stages])
+        return msgspec.json.encode(self.make(stage, site))
 
     def make(self, stage: StageHandle, site: Site) -> StageSpec:
         config, runtime, replicas = stage.config, self.config.runtime, self.config.replicas

@@ -10,14 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.metrics.stats import StageHealth, StageState
 from vllm_omni.orchestrator.fork_server import StageProcess, wait_for_all
 from vllm_omni.orchestrator.launcher import Launcher
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.orchestrator.omni_stage import StageHandle
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
@@ -26,34 +26,12 @@ _END_GRACE_S = 2.0
 """How long to wait for the end of a process that is ending or was killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageHealth:
-    """The state of a replica of a stage.
+class SupervisedStage:
+    """A replica of a stage and its process.
 
     Attributes:
-        name, replica: `writer`, or `writer.1` where there are several.
-        state: `starting`, `ready`, `unresponsive`, `restarting` or `dead`.
-        num_restarts: How often its process was replaced.
-        last_death: How its last process ended; empty if none has.
-        node: The machine that it is on; empty without a cluster.
-        waits_for: What is missing for its next process; empty if nothing is.
-    """
-
-    stage_id: int
-    name: str
-    replica: int
-    state: str
-    num_restarts: int = 0
-    last_death: str = ""
-    node: str = ""
-    waits_for: str = ""
-
-
-class StageGroup:
-    """The stages of one process.
-
-    Attributes:
-        process: Their process; None while there is none.
+        handle: The orchestrator's.
+        process: Its process; None while there is none.
         end_reason: Why we ended the process; empty if we did not.
         fork_due: When the next process is started; None if none is due.
         ready_due: When it must be ready; None once it is.
@@ -61,8 +39,8 @@ class StageGroup:
         waits_for: What is missing for the next process.
     """
 
-    def __init__(self, stages: Sequence[StageHandle]) -> None:
-        self.stages = stages
+    def __init__(self, handle: StageHandle) -> None:
+        self.handle = handle
         self.process: StageProcess | None = None
         self.end_reason = ""
         self.fork_due: float | None = None
@@ -73,7 +51,7 @@ class StageGroup:
 
     @property
     def label(self) -> str:
-        return ", ".join(stage.label for stage in self.stages)
+        return self.handle.label
 
     @property
     def due(self) -> float | None:
@@ -92,7 +70,7 @@ class Supervisor:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[StageHandle]],
+        stages: Sequence[StageHandle],
         launcher: Launcher,
         restart: RestartConfig,
         stage_init_timeout: float,
@@ -102,16 +80,16 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            groups: The stages of each process.
-            launcher: Starts the processes.
+            stages: All replicas of all stages.
+            launcher: Starts their processes.
             restart: How often, and when, a process is replaced.
             stage_init_timeout: Seconds that a process may take to become ready.
             command: Runs a function on the orchestrator's thread.
-            on_down: Called for each stage whose process died, or could not be started again.
-            on_wait: Called for each stage that cannot be started again before the cluster has a node for it.
+            on_down: Called for a stage whose process died, or could not be started again.
+            on_wait: Called for a stage that cannot be started again before the cluster has a node for it.
         """
         self.restarts = False
-        self.groups = [StageGroup(stages) for stages in groups]
+        self.stages = [SupervisedStage(handle) for handle in stages]
         self._launcher = launcher
         self._restart = restart
         self._stage_init_timeout = stage_init_timeout
@@ -123,94 +101,90 @@ class Supervisor:
     @property
     def due(self) -> float | None:
         """When `act_on_time` must be called (`time.monotonic()`)."""
-        times = [group.due for group in self.groups if group.due is not None]
+        times = [stage.due for stage in self.stages if stage.due is not None]
         return min(times) if times else None
 
     def start_all(self, timeout: float) -> None:
-        """Starts a process for each group; they become ready later.
+        """Starts all processes; they become ready later.
 
         Raises:
             StageStartError: A process could not be started.
         """
         deadline = time.monotonic() + timeout
-        for group in self.groups:
+        for stage in self.stages:
             try:
-                group.process = self._launcher.launch(group.stages, deadline - time.monotonic(), logger.info)
+                stage.process = self._launcher.launch(stage.handle, deadline - time.monotonic(), logger.info)
             except (OSError, EOFError) as error:
-                message = f"{group.label} could not be started: {error}"
-                raise StageStartError(message, group.stages[0].stage_id) from error
-            group.ready_due = time.monotonic() + self._stage_init_timeout
+                message = f"{stage.label} could not be started: {error}"
+                raise StageStartError(message, stage.handle.stage_id) from error
+            stage.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def on_ready(self, stage: StageHandle, address: str, remote_address: str = "") -> None:
+    def on_ready(self, handle: StageHandle, address: str, remote_address: str = "") -> None:
         """The stage has announced that it takes requests at these addresses."""
-        stage.on_ready(address, remote_address)
-        group = self._group_of(stage)
-        if all(one.is_up for one in group.stages):
-            group.ready_due = None
+        handle.on_ready(address, remote_address)
+        self._find(handle).ready_due = None
         self.health = self._make_health()
 
     @property
     def serving(self) -> list[StageHandle]:
-        """The stages of the processes that are ready as a whole, and not ending."""
-        groups = [g for g in self.groups if g.process is not None and g.ready_due is None and g.end_due is None]
-        return [stage for group in groups for stage in group.stages]
+        """The stages whose processes are ready, and not ending."""
+        return [s.handle for s in self.stages if s.process is not None and s.ready_due is None and s.end_due is None]
 
-    def set_state(self, stage: StageHandle, state: StageState) -> None:
+    def set_state(self, handle: StageHandle, state: StageState) -> None:
         """Sets the state of a stage whose process runs."""
-        stage.state = state
+        handle.state = state
         self.health = self._make_health()
 
     def filenos(self) -> list[int]:
         """File descriptors that become readable when a process ends, or is about to."""
-        return [fd for group in self.groups if group.process is not None for fd in group.process.filenos()]
+        return [fd for stage in self.stages if stage.process is not None for fd in stage.process.filenos()]
 
     def handle_deaths(self, readable: set[int]) -> None:
         """Handles processes that have ended; only those with a readable file descriptor can have."""
-        for group in self.groups:
-            if group.process is None or readable.isdisjoint(group.process.filenos()):
+        for stage in self.stages:
+            if stage.process is None or readable.isdisjoint(stage.process.filenos()):
                 continue
-            group.process.update()
-            if group.process.has_ended:
-                self._on_death(group)
-            elif group.process.is_ending:
-                self._expect_end(group)
+            stage.process.update()
+            if stage.process.has_ended:
+                self._on_death(stage)
+            elif stage.process.is_ending:
+                self._expect_end(stage)
 
     def act_on_time(self) -> None:
         """Starts processes that are due, and kills those that are overdue."""
         now = time.monotonic()
-        for group in self.groups:
-            if group.due is None or now < group.due:
+        for stage in self.stages:
+            if stage.due is None or now < stage.due:
                 continue
-            if group.process is None:
-                self._restart_group(group)
-            elif group.end_due is not None:
-                group.process.kill()
-                self._on_death(group)
+            if stage.process is None:
+                self._relaunch(stage)
+            elif stage.end_due is not None:
+                stage.process.kill()
+                self._on_death(stage)
             else:
                 limit = f"{self._stage_init_timeout:g} s"
-                self._end(group, f"it was not ready after {limit}; raise stage_init_timeout")
+                self._end(stage, f"it was not ready after {limit}; raise stage_init_timeout")
 
-    def kill(self, stage: StageHandle, reason: str) -> None:
+    def kill(self, handle: StageHandle, reason: str) -> None:
         """Kills a stage's process. Its death is handled like any other."""
-        self._end(self._group_of(stage), reason)
+        self._end(self._find(handle), reason)
 
-    def _end(self, group: StageGroup, reason: str) -> None:
-        if group.process is not None:
-            group.end_reason = group.end_reason or reason
-            group.process.kill()
-            self._expect_end(group)
+    def _end(self, stage: SupervisedStage, reason: str) -> None:
+        if stage.process is not None:
+            stage.end_reason = stage.end_reason or reason
+            stage.process.kill()
+            self._expect_end(stage)
 
-    def _expect_end(self, group: StageGroup) -> None:
-        if group.end_due is None:
-            group.end_due = time.monotonic() + _END_GRACE_S
+    def _expect_end(self, stage: SupervisedStage) -> None:
+        if stage.end_due is None:
+            stage.end_due = time.monotonic() + _END_GRACE_S
 
     def stop_all(self) -> None:
         """Tells all stages to stop, waits for some time, and kills those that are left, or cannot read it."""
-        running = {group.process: group for group in self.groups if group.process is not None}
-        for process, group in running.items():
-            if all(stage.state is StageState.READY for stage in group.stages):
-                for stage in group.stages:
-                    stage.send(ShutdownMessage())
+        running = {stage.process: stage for stage in self.stages if stage.process is not None}
+        for process, stage in running.items():
+            if stage.handle.state is StageState.READY:
+                stage.handle.send(ShutdownMessage())
             else:
                 process.kill()
         left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)
@@ -221,95 +195,91 @@ class Supervisor:
         for process in running:
             process.close()
 
-    def _on_death(self, group: StageGroup) -> None:
-        assert group.process is not None
-        how = group.process.close()
-        how, group.end_reason = group.end_reason or how, ""
-        group.process, group.ready_due, group.end_due = None, None, None
-        self._take_down(group, how)
+    def _on_death(self, stage: SupervisedStage) -> None:
+        assert stage.process is not None
+        how = stage.process.close()
+        how, stage.end_reason = stage.end_reason or how, ""
+        stage.process, stage.ready_due, stage.end_due = None, None, None
+        self._take_down(stage, how)
 
-    def _take_down(self, group: StageGroup, how: str) -> None:
-        for stage in group.stages:
-            stage.on_death(how)
+    def _take_down(self, stage: SupervisedStage, how: str) -> None:
+        stage.handle.on_death(how)
         if self.restarts:
-            self._plan_restart(group)
+            self._plan_restart(stage)
         self.health = self._make_health()
-        for stage in group.stages:
-            self._on_down(stage)
+        self._on_down(stage.handle)
 
-    def _plan_restart(self, group: StageGroup) -> None:
+    def _plan_restart(self, stage: SupervisedStage) -> None:
         now = time.monotonic()
-        group.deaths.append(now)
-        while group.deaths[0] < now - self._restart.window_s:
-            group.deaths.popleft()
-        if len(group.deaths) > self._restart.max_restarts:
-            self._take_for_dead(group)
+        stage.deaths.append(now)
+        while stage.deaths[0] < now - self._restart.window_s:
+            stage.deaths.popleft()
+        if len(stage.deaths) > self._restart.max_restarts:
+            self._take_for_dead(stage)
             return
-        backoff = self._restart.backoff_s * 2 ** (len(group.deaths) - 1)
-        group.fork_due = now + min(backoff, self._restart.max_backoff_s)
-        logger.error("%s: died (%s); restarting in %.1f s", group.label, group.stages[0].death, group.fork_due - now)
+        backoff = self._restart.backoff_s * 2 ** (len(stage.deaths) - 1)
+        stage.fork_due = now + min(backoff, self._restart.max_backoff_s)
+        logger.error("%s: died (%s); restarting in %.1f s", stage.label, stage.handle.death, stage.fork_due - now)
 
-    def _take_for_dead(self, group: StageGroup) -> None:
+    def _take_for_dead(self, stage: SupervisedStage) -> None:
         """Its requests fail immediately until it has started again, which is tried at the longest back-off."""
-        for stage in group.stages:
-            stage.state = StageState.DEAD
+        stage.handle.state = StageState.DEAD
         if not self._restart.max_restarts:
-            logger.error("%s: died (%s); it is not restarted (runtime.restart)", group.label, group.stages[0].death)
+            logger.error("%s: died (%s); it is not restarted (runtime.restart)", stage.label, stage.handle.death)
             return
-        group.fork_due = time.monotonic() + self._restart.max_backoff_s
+        stage.fork_due = time.monotonic() + self._restart.max_backoff_s
         logger.error(
             "%s: died (%s), too often; its requests fail until it has started again, in %.1f s (runtime.restart)",
-            group.label,
-            group.stages[0].death,
+            stage.label,
+            stage.handle.death,
             self._restart.max_backoff_s,
         )
 
-    def _restart_group(self, group: StageGroup) -> None:
+    def _relaunch(self, stage: SupervisedStage) -> None:
         """Launches on another thread: if the fork server has died too, its replacement takes seconds to start."""
-        group.fork_due = None
+        stage.fork_due = None
 
         def on_wait(what: str) -> None:
             with contextlib.suppress(PipelineClosedError):
-                self._command(lambda: self._wait_for(group, what))
+                self._command(lambda: self._wait_for(stage, what))
 
         def fork() -> None:
             try:
-                process = self._launcher.launch(group.stages, self._stage_init_timeout, on_wait)
+                process = self._launcher.launch(stage.handle, self._stage_init_timeout, on_wait)
             except (OSError, EOFError) as error:
                 reason = str(error)
                 with contextlib.suppress(PipelineClosedError):
-                    self._command(lambda: self._take_down(group, reason))
+                    self._command(lambda: self._take_down(stage, reason))
                 return
             try:
-                self._command(lambda: self._on_forked(group, process))
+                self._command(lambda: self._on_forked(stage, process))
             except PipelineClosedError:
                 process.kill()
 
         threading.Thread(target=fork, name="omni-restart", daemon=True).start()
 
-    def _wait_for(self, group: StageGroup, what: str) -> None:
-        logger.error("%s: waits for %s", group.label, what)
-        group.waits_for = what
+    def _wait_for(self, stage: SupervisedStage, what: str) -> None:
+        logger.error("%s: waits for %s", stage.label, what)
+        stage.waits_for = what
         self.health = self._make_health()
-        for stage in group.stages:
-            self._on_wait(stage)
+        self._on_wait(stage.handle)
 
-    def _on_forked(self, group: StageGroup, process: StageProcess) -> None:
-        group.process, group.waits_for = process, ""
+    def _on_forked(self, stage: SupervisedStage, process: StageProcess) -> None:
+        stage.process, stage.waits_for = process, ""
         self.health = self._make_health()
-        if not all(stage.is_up for stage in group.stages):  # It may be ready already.
-            group.ready_due = time.monotonic() + self._stage_init_timeout
+        if not stage.handle.is_up:  # It may be ready already.
+            stage.ready_due = time.monotonic() + self._stage_init_timeout
 
-    def _group_of(self, stage: StageHandle) -> StageGroup:
-        return next(group for group in self.groups if stage in group.stages)
+    def _find(self, handle: StageHandle) -> SupervisedStage:
+        return next(stage for stage in self.stages if stage.handle is handle)
 
     def _make_health(self) -> list[StageHealth]:
         health = [
             StageHealth(
-                stage.stage_id, stage.instance.name, stage.instance.replica, stage.state.value, stage.epoch,
-                stage.death, stage.node_name, group.waits_for,
+                handle.stage_id, handle.instance.name, handle.instance.replica, handle.state.value, handle.epoch,
+                handle.death, handle.node_name, stage.waits_for,
             )
-            for group in self.groups
-            for stage in group.stages
+            for stage in self.stages
+            for handle in (stage.handle,)
         ]  # fmt: skip
         return sorted(health, key=lambda stage: (stage.stage_id, stage.replica))

@@ -20,7 +20,7 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
-from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES, SHARES_PROCESS
+from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement.devices import stage_devices, visible_devices
 
@@ -57,8 +57,6 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     """
     if current_platform.is_cpu():
         return _apply_on_cpu(config)
-    _check_processes(config)
-    config = config.with_stage_args([_note_shared_process(stage, config) for stage in config.stage_args])
     devices = stage_devices(config)
     by_stage = {
         stage_id: [device for replica in replicas for device in devices[replica.instance_id]]
@@ -78,16 +76,6 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
 
 
 # On an accelerator.
-
-
-def _note_shared_process(stage: OmniStageConfig, config: PipelineConfig) -> OmniStageConfig:
-    """Removes the limit of a one-step stage that shares its process: it would apply to the other stages, too."""
-    replicas = config.replicas[stage.stage_id]
-    processes = [process for process in config.processes if replicas and replicas[0] in process]
-    if stage.kind != "generation" or all(len(process) == 1 for process in processes):
-        return stage
-    additional = {**(stage.engine_args.get("additional_config") or {}), SHARES_PROCESS: True}
-    return msgspec.structs.replace(stage, engine_args={**stage.engine_args, "additional_config": additional})
 
 
 def _with_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> OmniStageConfig:
@@ -132,19 +120,6 @@ def _claims(instance: StageInstance, device: str) -> list[_Claim]:
     if fraction is None:
         return [_Claim(instance, device, CacheConfig.gpu_memory_utilization, _DEFAULT)]
     return [_Claim(instance, device, fraction, "gpu_memory_utilization, or runtime.memory")]
-
-
-def _check_processes(config: PipelineConfig) -> None:
-    """The limit of a diffusion stage applies to its process."""
-    for process in config.processes:
-        for instance in process:
-            stage = instance.stage
-            if len(process) > 1 and stage.kind == "DiT" and stage.runtime.memory is not None:
-                others = ", ".join(other.label for other in process if other is not instance)
-                raise StageConfigError(
-                    f"{instance.label}: runtime.memory would limit {others} too, in the same process; give this stage "
-                    "a process of its own (runtime.process: true), or leave memory out"
-                )
 
 
 def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:

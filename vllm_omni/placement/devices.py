@@ -17,7 +17,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES
-from vllm_omni.config.resources import parse_devices, process_devices
+from vllm_omni.config.resources import instance_devices, parse_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.logs import get_logger
@@ -101,19 +101,17 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
     if current_platform.is_cpu():
         return {instance_id: [] for instance_id in config.instances}
     visible, found = visible_devices(), {}
-    for process in config.processes:
-        entries = process_devices(process)
-        for instance in process:
-            label, stage = instance.label, instance.stage
-            width = num_devices(stage)
-            names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
-            if entries and (stage.runs_vllm or stage.kind == "DiT") and len(names) != width:
-                product = " x ".join(PARALLEL_SIZES[:2] if stage.runs_vllm else DIT_PARALLEL_SIZES)
-                raise StageConfigError(
-                    f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
-                    f"({product}); make the two equal"
-                )
-            found[instance.instance_id] = names
+    for instance in config.instances.values():
+        entries, label, stage = instance_devices(instance), instance.label, instance.stage
+        width = num_devices(stage)
+        names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
+        if entries and (stage.runs_vllm or stage.kind == "DiT") and len(names) != width:
+            product = " x ".join(PARALLEL_SIZES[:2] if stage.runs_vllm else DIT_PARALLEL_SIZES)
+            raise StageConfigError(
+                f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
+                f"({product}); make the two equal"
+            )
+        found[instance.instance_id] = names
     return found
 
 

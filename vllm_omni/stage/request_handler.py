@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import (
+    AliveMessage,
     DataMessage,
     ErrorMessage,
     InputMessage,
@@ -25,6 +26,7 @@ from vllm_omni.distributed.messages import (
 from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import InvalidRequestError, StageDeadError
 from vllm_omni.inputs import ReplyParsers, StageInput, StageRequest
+from vllm_omni.metrics.memory import device_bytes, resident_bytes
 from vllm_omni.metrics.recorder import ABORTED, StageRecorder
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics
 from vllm_omni.metrics.tracing import StageTracer
@@ -106,7 +108,8 @@ class RequestHandler:
         """Sends a snapshot to the orchestrator."""
         engine = self._engine
         kv_blocks, caches, unbatched = engine.kv_blocks(), engine.cache_counts(), engine.unbatched()
-        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched)
+        memory = resident_bytes(), device_bytes()
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched, memory)
         self._outlet.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
             self._recorder.changed()  # by the engine, which sends no message for it
@@ -324,6 +327,8 @@ class RequestHandler:
     def _process(
         self, processor: StageInputProcessor, state: RequestState, sources: dict[int, StageOutput]
     ) -> StageInput | None:
+        if more_s := self.timer.more_s(INPUT):  # No heartbeat is sent meanwhile.
+            self._outlet.send(AliveMessage(instance_id=self._instance_id, more_s=more_s))
         with self.timer.of(INPUT):
             return processor.process(state.request, sources)
 

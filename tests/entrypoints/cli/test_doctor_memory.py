@@ -46,7 +46,6 @@ def plan(*stages: dict[str, Any], gib: tuple[float, ...] = (40,)) -> MemoryPlan:
         ([{"engine_args": {"gpu_memory_utilization": 0.5}}], (27,)),
         ([{"devices": 1}], (1, 15)),
         ([{"devices": "0,1", "engine_args": {"tensor_parallel_size": 2}}], (8, 8)),
-        ([{"process": "x", "memory": "13GiB"}, {"process": "x", "memory": "13GiB"}], (26.5,)),
         ([{}, {"engine_type": "fake"}], (15,)),
     ],
 )

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
-from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import RequestTimeoutError, StageConfigError
 from vllm_omni.events import CompletedEvent, ErrorEvent
@@ -189,3 +190,12 @@ def test_malformed_tools_are_refused(tools: list[Any], message: str) -> None:
     fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools, "tool_choice": choice}
     with pytest.raises(ValidationError, match=message):
         OmniChatCompletionRequest.model_validate(fields)
+
+
+def test_vllm_s_handlers_read_the_settings_of_its_renderer() -> None:
+    client = SimpleNamespace(renderer=SimpleNamespace(mm_processor=None), default_sampling_params={})
+    renderer = SimpleNamespace(reasoning_effort_map={"medium": "low"})
+    handler: Any = SimpleNamespace(online_renderer=renderer, engine_client=client)
+    ours: Any = OmniServingChat.from_vllm(handler)
+    ours.set_up(["text"])
+    assert ours.online_renderer.reasoning_effort_map == {"medium": "low"}

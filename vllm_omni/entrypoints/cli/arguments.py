@@ -22,6 +22,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.omni_args import PipelineOptions
 from vllm_omni.config.overrides import SECTIONS, STAGE_KEYS, merge
 from vllm_omni.config.utils import nearest
+from vllm_omni.entrypoints.cli.serve_help import HINT
 from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
 
 # Properties of one stage, set in the stage configuration.
@@ -137,6 +138,8 @@ def _parse_value(text: str) -> Any:
 
 class OmniArgumentParser(FlexibleArgumentParser):
     """Suggests the nearest flag for an unknown one, parses `--stage.*`, and refuses unreadable files."""
+
+    _json_tip = FlexibleArgumentParser._json_tip + HINT  # It ends each kind of help but the shortest.
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--?[\w-]+)", message)

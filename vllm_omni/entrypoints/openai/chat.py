@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, late
@@ -117,6 +117,8 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
 
 class OmniServing(GenerateBaseServing):
     """One of vLLM's handlers on an `OmniEngineClient`. Derive from it and from the handler's class."""
+
+    create_error_response = staticmethod(returned_error)
 
     default_sampling_params: dict[str, Any]
 
@@ -237,6 +239,10 @@ class _Renderer:
             self._media_tokens = MediaTokens(processor, client.model_config.max_model_len)
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Its settings, which vLLM's handlers read."""
+        return getattr(self._renderer, name)
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from vllm_omni.entrypoints.openai.stage_params import without_nulls
+from vllm_omni.vllm_versions import MM_PARSER_MAP
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "opus", "ogg", "aac", "m4a", "mp4", "webm", "pcm16")
 """Of `input_audio`. Its file says what it is, except for pcm16."""

@@ -16,7 +16,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
-from vllm_omni import __version__
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
@@ -27,6 +26,7 @@ from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
 from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.version import __version__
 
 _ENDPOINTS = {"audio": "/v1/audio/speech", "image": "/v1/images/generations", "video": "/v1/videos"}
 _TIMES = ("arrival", "started", "first_output", "finished")

@@ -123,6 +123,19 @@ def error_body(error: OmniHTTPError | VLLMClientError) -> ErrorResponse:
     return body
 
 
+def returned_error(
+    message: str | Exception,
+    err_type: str = "BadRequestError",
+    status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
+    param: str | None = None,
+) -> ErrorResponse:
+    """An error that a handler of vLLM's returns, or writes into a stream, in the style of those that it raises. Takes
+    the arguments of vLLM's function, which it replaces."""
+    if isinstance(message, OmniHTTPError | VLLMClientError):
+        return error_body(message)
+    return create_error_response(message, err_type, status_code, param)
+
+
 def error_response(
     message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None, parameter: str | None = None
 ) -> JSONResponse:

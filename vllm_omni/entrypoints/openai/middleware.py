@@ -115,6 +115,7 @@ class ContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = scope[SCOPE_KEY] = RequestContext.start()
+        context.address = (scope.get("client") or ("",))[0]
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -239,7 +240,7 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        client = scope[SCOPE_KEY].owner or (scope.get("client") or ("",))[0]
+        client = scope[SCOPE_KEY].client
         with self._counting(client) as count:
             receive = self._counted(PatientReceive(receive, self._min_rate), count)
             try:

@@ -64,9 +64,11 @@ class RequestContext:
     Attributes:
         json: The body, if it is JSON, until the endpoint takes it.
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
+        address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
+        kept_files: The files of its images that were fetched, likewise.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
@@ -82,8 +84,10 @@ class RequestContext:
 
     json: JsonBody | None = None
     owner: bytes = b""
+    address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
+    kept_files: Mapping[str, bytes] = field(default_factory=dict)
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None
@@ -98,11 +102,20 @@ class RequestContext:
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
-    def start(cls) -> RequestContext:
-        """Makes the context of a new HTTP request, for the current task and those that it creates."""
-        context = cls()
+    def start(cls, client: RequestContext | None = None) -> RequestContext:
+        """Makes the context of a new HTTP request, for the current task and those that it creates.
+
+        Args:
+            client: Of an earlier request, whose client sends this one, too.
+        """
+        context = cls() if client is None else cls(owner=client.owner, address=client.address)
         _current.set(context)
         return context
+
+    @property
+    def client(self) -> bytes | str:
+        """Whose limits count for it: its owner, or its address where there are no keys."""
+        return self.owner or self.address
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> RequestContext:
@@ -179,11 +192,6 @@ class RequestContext:
         """Ends its requests to the engine, if they have not ended."""
         for outputs in self.outputs:  # Not in tasks, which the cancellation of this one would end before they begin.
             await outputs.aclose()
-
-
-def client_of(connection: HTTPConnection) -> bytes | str:
-    """Whose limits count for a request: its owner, or its address where there are no keys."""
-    return RequestContext.of(connection).owner or (connection.client.host if connection.client else "")
 
 
 def _nothing() -> None:

@@ -36,6 +36,7 @@ from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
 from vllm_omni.metrics.logs import log_warnings
+from vllm_omni.metrics.status_line import clear_line
 from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
@@ -52,6 +53,8 @@ _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 UNSENT_BYTES = 1 << 17
+
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 _EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -100,7 +103,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     app = await build_omni_app(client, args)
     log_warnings()
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
-    for name, url in _pages(address, args):
+    for name, url in pages(args):
         logger.info("%-10s  %s", name, url)
     log_config = get_uvicorn_log_config(args)
     options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
@@ -121,16 +124,20 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     await shutdown
 
 
-def _pages(address: str, args: Namespace) -> Iterator[tuple[str, str]]:
-    """What a user of this machine opens."""
+def pages(args: Namespace) -> Iterator[tuple[str, str]]:
+    """What a user of this machine opens, and where. Without `--root-path`: that is where a proxy has it."""
     if args.uds:
         return
-    url = address.replace("0.0.0.0", "localhost").replace("[::]", "localhost")
+    host = "localhost" if args.host in (None, "", *_ALL_ADDRESSES) else args.host
+    url = f"{_scheme(args)}://{f'[{host}]' if ':' in host else host}:{args.port}"
     yield "API", f"{url}/v1"
-    if args.playground:
-        yield "playground", f"{url}{PLAYGROUND_PATH.rstrip('/')}"
+    yield "playground", f"{url}{PLAYGROUND_PATH.rstrip('/')}" if args.playground else "not served; add --playground"
     if not args.disable_fastapi_docs:
         yield "docs", f"{url}/docs"
+
+
+def _scheme(args: Namespace) -> str:
+    return "https" if args.ssl_certfile else "http"  # Its file may have the key, too.
 
 
 def return_large_blocks() -> None:
@@ -184,6 +191,7 @@ class StartSignals:
             return
         logger.error("%s: the start is interrupted", signal.Signals(number).name)
         self._close()
+        clear_line(sys.stdout)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(_EXIT_CODE)
@@ -212,6 +220,7 @@ def listening(args: Namespace) -> Iterator[tuple[str, socket.socket]]:
                     if os.path.samestat(os.stat(args.uds), bound):  # It may be another server's by now.
                         os.unlink(args.uds)
             return
+        address = f"{_scheme(args)}:{address.partition(':')[2]}"
         if args.port == 0:
             args.port = listener.getsockname()[1]
             address = f"{address.removesuffix(':0')}:{args.port}"

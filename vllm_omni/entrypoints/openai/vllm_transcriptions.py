@@ -25,6 +25,7 @@ from vllm.entrypoints.speech_to_text.translation.serving import OpenAIServingTra
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.http_errors import returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
 from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav, lines_as_events
@@ -41,6 +42,7 @@ class VllmTranscriptions(TranscriptionHandler):
         translation: OpenAIServingTranslation = state.openai_serving_translation
         for handler in (transcription, translation):
             handler.default_sampling_params = client.default_sampling_params
+            handler.create_error_response = returned_error  # type: ignore[method-assign]
         self._run: dict[Task, Callable[..., Awaitable[Any]]] = {
             "transcribe": transcription.create_transcription,
             "translate": translation.create_translation,

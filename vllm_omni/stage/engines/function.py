@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that compute in calls of Python: a plain function, or a function for a batch."""
 
-import contextlib
 import time
 from abc import abstractmethod
 from collections import deque
@@ -44,7 +43,6 @@ class SerialEngine(StageEngine):
     """Makes one call for each request, or for each window of its input."""
 
     capacity = 2  # one to compute, and the next one
-    lock = contextlib.nullcontext()  # It uses nothing of vLLM's.
 
     def __init__(self, outbox: Outbox, stage_id: int) -> None:
         super().__init__(outbox)

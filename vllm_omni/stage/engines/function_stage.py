@@ -5,7 +5,6 @@ The engine's thread owns all state: it passes one call at a time of each request
 its end in the inbox.
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -82,8 +81,6 @@ class _Call:
 
 class FunctionStageThreads(StageEngine):
     """Calls the methods of a `FunctionStage`, for up to `num_threads` requests at once."""
-
-    lock = contextlib.nullcontext()  # It uses nothing of vLLM's.
 
     def __init__(self, outbox: Outbox, function: FunctionStage, num_threads: int) -> None:
         super().__init__(outbox)

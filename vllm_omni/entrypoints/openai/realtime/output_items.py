@@ -14,6 +14,7 @@ from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
 from vllm_omni.entrypoints.openai.realtime.config import Values
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 Send = Callable[..., Awaitable[None]]
 
@@ -27,14 +28,14 @@ class SessionContext:
     Attributes:
         send: Sends an event: its type and fields.
         chat: The handler of the requests.
-        owner: See `RequestContext`.
+        client: The context of the WebSocket, whose client sends all requests.
         sample_rate: Of the model's speech, in Hz.
         lead_s: How far the speech that was sent may be ahead of its playing, in seconds.
     """
 
     send: Send
     chat: OmniServingChat
-    owner: bytes
+    client: RequestContext
     sample_rate: int
     lead_s: float
 

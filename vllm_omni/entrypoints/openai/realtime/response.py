@@ -74,6 +74,7 @@ class Response:
         self._metadata = metadata
         self._items = items
         self._sounds = [sound for item in items for sound in item.sounds.values()]
+        self._pictures = [picture for item in items for picture in item.pictures.values()]
         self._request = make_request(settings, self._messages())
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
@@ -168,7 +169,8 @@ class Response:
             if session.chat.asr_stage is not None:
                 await write_texts(session, self._items)
                 self._request.messages = self._messages()
-            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._sounds)) as answer:
+            deltas = deltas_of(session.chat, self._request, session.client, self._sounds, self._pictures)
+            async with aclosing(deltas) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())

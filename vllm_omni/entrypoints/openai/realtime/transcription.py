@@ -28,8 +28,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
         ChatError: It failed.
     """
     sounds = [(sound, item.asr_settings) for item in items for sound in item.sounds.values() if sound.text is None]
-    context = RequestContext.start()
-    context.owner = session.owner
+    context = RequestContext.start(session.client)
     context.kept_sounds = {sound.address: sound.decoded for sound, _ in sounds}
     stage = session.chat.asr_stage
     assert stage is not None
@@ -99,7 +98,7 @@ class InputTranscriptions:
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model
-        deltas = read_texts(deltas_of(self._session.chat, request, self._session.owner, [sound]), transcript)
+        deltas = read_texts(deltas_of(self._session.chat, request, self._session.client, [sound]), transcript)
         async with self._slots, aclosing(deltas):
             async for delta in deltas:
                 yield delta

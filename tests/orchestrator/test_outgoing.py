@@ -92,7 +92,7 @@ class Stage:
     def submit(self, request_id: str, num_bytes: int = 8) -> None:
         sound = torch.arange(num_bytes // 4, dtype=torch.float32)
         given = StageOutput(request_id=request_id, stage_id=-1, tensors={"audio": sound})
-        request = StageRequest(request_id=request_id, given=given)
+        request = StageRequest(request_id=request_id, input_override=given)
         self.handle.submit(request, 1, sources=[], targets=[], is_final=True, streams=False)
 
     def copy(self) -> None:
@@ -116,8 +116,8 @@ class Stage:
 
     @staticmethod
     def _is_whole(request: StageRequest) -> bool:
-        assert request.given is not None
-        sound = request.given.tensors["audio"]
+        assert request.input_override is not None
+        sound = request.input_override.tensors["audio"]
         return sound.equal(torch.arange(len(sound), dtype=torch.float32))
 
 

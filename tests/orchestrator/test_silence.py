@@ -44,7 +44,7 @@ class Watched:
         self.watch.listened(wait_s)
         for name in answering:
             self.watch.heard(self.pipeline.stages[name])
-        self.watch.act_on_time()
+        self.watch.on_timer()
         return self.pipeline.states
 
     @property
@@ -93,7 +93,7 @@ def test_stages_are_not_silent_while_nobody_listens(watched: Watched, wait_s: fl
     watched.pass_time(HEARTBEAT_S)
     for _ in range(10):
         watched.clock.now += 1000.0
-        watched.watch.act_on_time()
+        watched.watch.on_timer()
         assert watched.listen(wait_s, ()) == ["ready"] * 3
     assert watched.pass_time(UNRESPONSIVE_S - 0.1, ()) == ["ready"] * 3
     assert watched.pass_time(0.1, ()) == ["unresponsive"] * 3

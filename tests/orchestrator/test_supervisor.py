@@ -72,7 +72,7 @@ class Pipeline:
 
     def act_at(self, now: float) -> None:
         self.clock.now = now
-        self.supervisor.act_on_time()
+        self.supervisor.on_timer()
 
     @property
     def states(self) -> list[str]:

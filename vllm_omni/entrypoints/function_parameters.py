@@ -129,7 +129,7 @@ def _own(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_values(stage: OmniStageConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of a vLLM stage's parameters that are vLLM's."""
+    """The parameters of a vLLM stage that belong to vLLM's `SamplingParams`."""
     if not stage.transcribes:
         return values
     return {name: value for name, value in values.items() if name not in TranscriptionParameters.__struct_fields__}

@@ -314,7 +314,7 @@ class RequestBuilder:
             for stage_id in stage_ids
         }
         if start is not None:
-            stages[start.stage_id].given = _read_given(request_id, start, prompt)
+            stages[start.stage_id].input_override = _read_override(request_id, start, prompt)
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
@@ -510,7 +510,7 @@ def list_voices(
     return list(dict.fromkeys(voice for group in stages for each in group.values() for voice in each.voices))
 
 
-def _read_given(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
+def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
     """What a caller gives a stage, as the output of a stage before it."""
     given = StageOutput(request_id=request_id, stage_id=CALLER)
     if stage.accepts == "text":

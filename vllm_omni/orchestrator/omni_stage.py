@@ -100,11 +100,11 @@ class StageHandle(ABC):
         """Announces its process to one on a machine. Of a stage that is up."""
 
     def on_ready(self, address: str, remote_address: str) -> None:
-        """Its process takes requests at these addresses: of its machine, and of others."""
+        """Takes the addresses at which the stage's process takes requests: of its machine, and of others."""
         self.state = StageState.READY
 
     def on_death(self, how: str) -> None:
-        """Its process ended. What was sent to it is lost; the next one has another address."""
+        """Forgets the stage's process, which has ended, and what was sent to it; the next one has another address."""
         self.state = StageState.RESTARTING
         self.death = how
         self.credit.reset()

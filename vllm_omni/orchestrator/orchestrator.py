@@ -287,8 +287,8 @@ class Orchestrator:
     def _serve(self) -> None:
         while not self._closing:
             self._run_commands()
-            self._supervisor.act_on_time()
-            self._silence.act_on_time()
+            self._supervisor.on_timer()
+            self._silence.on_timer()
             self._router.end_overdue(time.monotonic())
             self._router.admit()
             self._poll(self._next_due())
@@ -381,7 +381,7 @@ class Orchestrator:
         while not all(stage.is_up for stage in self._stages.values()):
             due = self._supervisor.due
             self._poll(deadline if due is None else min(deadline, due))
-            self._supervisor.act_on_time()
+            self._supervisor.on_timer()
             self._check_start(deadline)
         self._supervisor.restarts = True
 

@@ -25,7 +25,7 @@ class SilenceWatch:
     """Belongs to the orchestrator's thread.
 
     Attributes:
-        due: When `act_on_time` must be called (`time.monotonic()`).
+        due: When `on_timer` must be called (`time.monotonic()`).
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -52,7 +52,7 @@ class SilenceWatch:
             logger.warning("%s: answers again", stage.label)
             self._supervisor.set_state(stage, StageState.READY)
 
-    def act_on_time(self) -> None:
+    def on_timer(self) -> None:
         """Reports stages that are silent for too long, and kills them if they go on."""
         if time.monotonic() < self.due:
             return

@@ -100,7 +100,7 @@ class Supervisor:
 
     @property
     def due(self) -> float | None:
-        """When `act_on_time` must be called (`time.monotonic()`)."""
+        """When `on_timer` must be called (`time.monotonic()`)."""
         times = [stage.due for stage in self.stages if stage.due is not None]
         return min(times) if times else None
 
@@ -150,7 +150,7 @@ class Supervisor:
             elif stage.process.is_ending:
                 self._expect_end(stage)
 
-    def act_on_time(self) -> None:
+    def on_timer(self) -> None:
         """Starts processes that are due, and kills those that are overdue."""
         now = time.monotonic()
         for stage in self.stages:
@@ -215,14 +215,14 @@ class Supervisor:
         while stage.deaths[0] < now - self._restart.window_s:
             stage.deaths.popleft()
         if len(stage.deaths) > self._restart.max_restarts:
-            self._take_for_dead(stage)
+            self._mark_dead(stage)
             return
         backoff = self._restart.backoff_s * 2 ** (len(stage.deaths) - 1)
         stage.fork_due = now + min(backoff, self._restart.max_backoff_s)
         logger.error("%s: died (%s); restarting in %.1f s", stage.label, stage.handle.death, stage.fork_due - now)
 
-    def _take_for_dead(self, stage: SupervisedStage) -> None:
-        """Its requests fail immediately until it has started again, which is tried at the longest back-off."""
+    def _mark_dead(self, stage: SupervisedStage) -> None:
+        """Lets a stage's requests fail until it has started again, which is tried at the longest back-off."""
         stage.handle.state = StageState.DEAD
         if not self._restart.max_restarts:
             logger.error("%s: died (%s); it is not restarted (runtime.restart)", stage.label, stage.handle.death)

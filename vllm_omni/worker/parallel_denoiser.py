@@ -89,7 +89,7 @@ class _Started:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DenoiserCall:
     """A call of a denoiser, given by the component's name. `arguments`: packed (args, kwargs)."""
 
     number: int
@@ -98,7 +98,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Reply:
+class _DenoiserReply:
     """The end of a call, which has the same number.
 
     Attributes:
@@ -317,7 +317,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _compute(call: _Call, group: _Group, calls: Connection, device: torch.device, returns_output: bool) -> None:
+def _compute(call: _DenoiserCall, group: _Group, calls: Connection, device: torch.device, returns_output: bool) -> None:
     args, kwargs = unpack(call.arguments, lambda size: group.receive(size, 0))
     try:
         output = group.call(call.name, args, kwargs)
@@ -327,14 +327,14 @@ def _compute(call: _Call, group: _Group, calls: Connection, device: torch.device
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
-        calls.send(_Reply(call.number, output=message))
+        calls.send(_DenoiserReply(call.number, output=message))
         if buffer is not None:
             group.send(buffer, 0)
         return
     # After the except block: an exception that is being handled keeps the tensors of the call.
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    calls.send(_Reply(call.number, error=text))
+    calls.send(_DenoiserReply(call.number, error=text))
 
 
 # Rank 0.
@@ -464,7 +464,7 @@ class ParallelDenoisers:
         try:
             for follower in busy:
                 message, buffer = packed[follower.rank // size]
-                follower.send(_Call(self._number, name, message))
+                follower.send(_DenoiserCall(self._number, name, message))
                 self._group.send(buffer, follower.rank)
             errors: list[Exception] = []
             outputs: list[Any] = []

@@ -51,7 +51,7 @@ class ASRStage:
         self._transcripts: OrderedDict[_Key, asyncio.Task[str]] = OrderedDict()
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a client's settings that the stage has parameters for.
+        """Selects the settings of a client that the stage has parameters for.
 
         Args:
             given: By name; None: not set.

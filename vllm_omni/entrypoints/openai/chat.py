@@ -35,7 +35,7 @@ from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineC
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, late
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, defer_headers
 from vllm_omni.entrypoints.openai.stage_params import (
     diffusion_settings,
     explicit_fields,
@@ -241,7 +241,7 @@ class _Renderer:
         self._trusting_renderer.trust_request_mm_kwargs = True
 
     def __getattr__(self, name: str) -> Any:
-        """Its settings, which vLLM's handlers read."""
+        """The renderer's settings, which vLLM's handlers read."""
         return getattr(self._renderer, name)
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
@@ -363,10 +363,10 @@ _ROUTE: dict[str, Any] = {
 @router.post("/v1/chat/completions", **_ROUTE)
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""
-    return late(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))
+    return defer_headers(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))
 
 
 @router.post("/v1/completions", **_ROUTE)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
     """The continuation of one or more texts, whole or as a stream."""
-    return late(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))
+    return defer_headers(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))

@@ -107,7 +107,7 @@ class DiffusionEndpoint(MediaEndpoint):
 
     @property
     def model_names(self) -> list[str]:
-        """Those of the model and of its adapters."""
+        """The names of the model and of its adapters."""
         return [*super().model_names, *self._models.lora_requests]
 
     @property

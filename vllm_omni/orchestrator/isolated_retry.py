@@ -15,8 +15,8 @@ LIMIT_S = 60.0
 
 
 @dataclass(slots=True)
-class Quarantine:
-    """The quarantine of one process.
+class IsolatedRetry:
+    """Retries in one process, one request after the other.
 
     Attributes:
         instance_id, stage_id: The replica and the stage that run in it.

@@ -24,7 +24,7 @@ from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.stage.outlet import Outlet
+from vllm_omni.stage.output_sender import OutputSender
 from vllm_omni.stage.request_state import InputStreams, RequestState
 from vllm_omni.stage.spec import StageSpec, TargetSpec
 
@@ -36,7 +36,7 @@ MAX_QUEUED = 2
 
 
 class Stage:
-    """The outlet of stage 0; all targets are connected."""
+    """The sender of stage 0; all targets are connected."""
 
     def __init__(self, run_dir: Path, output_type: str = "audio") -> None:
         self.context = FakeContext()
@@ -56,14 +56,14 @@ class Stage:
                 TOKENS: target_spec(WindowConfig(), ["completions"]),
             },
         )
-        self.outlet = Outlet(spec, self.context)  # type: ignore[arg-type]
+        self.sender = OutputSender(spec, self.context)  # type: ignore[arg-type]
         self._payloads = PayloadReceiver(run_dir)
         for target in (IN_WINDOWS, WHOLE, TOKENS):
             self.connect(target)
 
     def connect(self, target: int, epoch: int = 0) -> dict[str, Exception]:
         address = f"{target}.{epoch}"
-        return self.outlet.on_target_up(PeerUpMessage(instance_id=target, epoch=epoch, address=address))
+        return self.sender.on_target_up(PeerUpMessage(instance_id=target, epoch=epoch, address=address))
 
     def start(
         self, request_id: str, *targets: int, is_final: bool = True, streams: bool = False, number: int = 1
@@ -73,16 +73,16 @@ class Stage:
             submit=submit,
             request=StageRequest(request_id=request_id),
             inputs=InputStreams({}),
-            outputs=self.outlet.segmenter(submit),
+            outputs=self.sender.segmenter(submit),
             metrics=StageMetrics(stage_id=0, name="a"),
         )
-        self.outlet.reserve(state)
+        self.sender.reserve(state)
         return state
 
     def write(self, state: RequestState, token: int) -> None:
         segment = state.outputs.add(piece(state.request_id, token))
         assert segment is not None
-        self.outlet.send_segment(state, segment)
+        self.sender.send_segment(state, segment)
 
     def data(self, target: int, epoch: int = 0) -> list[tuple[str, int, bool, list[int], list[str]]]:
         """What a target's process received: request, sequence, `is_last`, tokens, and names of tensors."""
@@ -101,7 +101,7 @@ class Stage:
 
     def texts(self) -> list[list[tuple[str, list[int]]]]:
         """What the orchestrator received after `flush`: for each message its requests and their tokens."""
-        self.outlet.flush()
+        self.sender.flush()
         received = []
         for message, frames in self.context.read(ORCHESTRATOR.address, recv_at_orchestrator):
             assert isinstance(message, TextsMessage) and isinstance(message.payload, InlineRef)
@@ -151,7 +151,7 @@ def test_segments_go_to_streaming_consumers_and_the_whole_to_others(stage: Stage
     both = ["other", "rows"]
     assert stage.data(IN_WINDOWS) == [("r", 0, False, [1], both), ("r", 1, False, [2], both)]
     assert stage.data(WHOLE) == [] and stage.events() == [([1], both), ([2], both)]
-    message, frames = stage.outlet.finish(state, piece("r", 3))
+    message, frames = stage.sender.finish(state, piece("r", 3))
     assert stage.data(IN_WINDOWS) == [("r", 2, True, [3], both)]
     assert stage.data(WHOLE) == [("r", 0, True, [1, 2, 3], both)]
     assert stage.events() == [], "the caller of `finish` sends the result"
@@ -163,20 +163,20 @@ def test_segments_go_to_streaming_consumers_and_the_whole_to_others(stage: Stage
 def test_a_caller_that_does_not_stream_gets_the_whole(stage: Stage) -> None:
     state = stage.start("r", IN_WINDOWS)
     stage.write(state, 1)
-    message, frames = stage.outlet.finish(state, piece("r", 2))
+    message, frames = stage.sender.finish(state, piece("r", 2))
     assert stage.events() == [] and stage.read(message.payload, frames)[0] == [1, 2]
 
 
 def test_only_final_stages_send_output_to_the_caller(stage: Stage) -> None:
     state = stage.start("r", WHOLE, is_final=False, streams=True)
     stage.write(state, 1)
-    message, frames = stage.outlet.finish(state, piece("r", 2))
+    message, frames = stage.sender.finish(state, piece("r", 2))
     assert stage.events() == [] and message.payload is None and not frames
 
 
 def test_targets_get_only_the_fields_that_they_read(stage: Stage) -> None:
     state = stage.start("r", TOKENS, is_final=False)
-    stage.outlet.finish(state, piece("r", 1))
+    stage.sender.finish(state, piece("r", 1))
     assert stage.data(TOKENS) == [("r", 0, True, [1], [])]
 
 
@@ -184,7 +184,7 @@ def test_callers_of_a_text_stage_get_no_tensors(tmp_path: Path) -> None:
     stage = Stage(tmp_path, output_type="text")
     state = stage.start("r", IN_WINDOWS, streams=True)
     stage.write(state, 1)
-    message, frames = stage.outlet.finish(state, piece("r", 2))
+    message, frames = stage.sender.finish(state, piece("r", 2))
     assert stage.texts() == [[("r", [1])]] and stage.read(message.payload, frames) == ([2], [])
     assert [names for *_, names in stage.data(IN_WINDOWS)] == [["other", "rows"]] * 2
 
@@ -201,7 +201,7 @@ def test_a_text_is_sent_before_the_end_of_its_request(tmp_path: Path) -> None:
     stage = Stage(tmp_path, output_type="text")
     state = stage.start("r", streams=True)
     stage.write(state, 1)
-    stage.outlet.send(*stage.outlet.finish(state, piece("r", 2)))
+    stage.sender.send(*stage.sender.finish(state, piece("r", 2)))
     messages = stage.context.read(ORCHESTRATOR.address, recv_at_orchestrator)
     assert [type(message) for message, _ in messages] == [TextsMessage, ResultMessage]
 
@@ -221,7 +221,7 @@ def test_what_the_engine_must_output(
     stage: Stage, targets: list[int], is_final: bool, streams: bool, expected: tuple[bool, bool]
 ) -> None:
     state = stage.start("r", *targets, is_final=is_final, streams=streams)
-    assert (stage.outlet.streams(state), stage.outlet.reads_tensors(state)) == expected
+    assert (stage.sender.streams(state), stage.sender.reads_tensors(state)) == expected
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_the_engine_must_output(
 def test_sent_segments_are_kept_only_for_consumers_that_read_the_whole(
     stage: Stage, targets: list[int], is_final: bool, streams: bool, num_kept: int
 ) -> None:
-    output, kept = stage.outlet.segmenter(make_submit("r", targets, is_final, streams)), []
+    output, kept = stage.sender.segmenter(make_submit("r", targets, is_final, streams)), []
     for _ in range(10):
         rows = torch.ones(2, 4)
         kept.append(weakref.ref(rows))
@@ -257,23 +257,23 @@ def test_sent_segments_are_kept_only_for_consumers_that_read_the_whole(
 
 def test_a_started_request_takes_room_until_the_target_returns_it(stage: Stage) -> None:
     states = [stage.start(request_id, WHOLE) for request_id in "rs"]
-    assert not stage.outlet.has_room([WHOLE]) and not stage.outlet.has_room([IN_WINDOWS, WHOLE])
-    assert stage.outlet.has_room([IN_WINDOWS]) and stage.outlet.has_room([])
-    stage.outlet.finish(states[0], piece("r", 1))
-    stage.outlet.forget("r")
-    assert not stage.outlet.has_room([WHOLE]), "the request now waits in the target"
-    stage.outlet.targets[WHOLE].credit.refund(1, 0)
-    assert stage.outlet.has_room([WHOLE])
+    assert not stage.sender.has_room([WHOLE]) and not stage.sender.has_room([IN_WINDOWS, WHOLE])
+    assert stage.sender.has_room([IN_WINDOWS]) and stage.sender.has_room([])
+    stage.sender.finish(states[0], piece("r", 1))
+    stage.sender.forget("r")
+    assert not stage.sender.has_room([WHOLE]), "the request now waits in the target"
+    stage.sender.targets[WHOLE].credit.refund(1, 0)
+    assert stage.sender.has_room([WHOLE])
 
 
 def test_a_forgotten_request_of_which_nothing_was_sent_gives_its_room_back(stage: Stage) -> None:
     for request_id in "rs":
         stage.start(request_id, WHOLE)
     for request_id in ("r", "r", "unknown"):
-        stage.outlet.forget(request_id)
-    assert stage.outlet.has_room([WHOLE])
+        stage.sender.forget(request_id)
+    assert stage.sender.has_room([WHOLE])
     stage.start("t", WHOLE)
-    assert not stage.outlet.has_room([WHOLE])
+    assert not stage.sender.has_room([WHOLE])
 
 
 # Targets that restart.
@@ -281,10 +281,10 @@ def test_a_forgotten_request_of_which_nothing_was_sent_gives_its_room_back(stage
 
 def test_output_for_a_restarting_target_is_sent_to_its_next_process(stage: Stage) -> None:
     state = stage.start("r", IN_WINDOWS, WHOLE, is_final=False)
-    stage.outlet.targets[IN_WINDOWS].disconnect()
-    assert not stage.outlet.has_room([IN_WINDOWS])
+    stage.sender.targets[IN_WINDOWS].disconnect()
+    assert not stage.sender.has_room([IN_WINDOWS])
     stage.write(state, 1)
-    message, _ = stage.outlet.finish(state, piece("r", 2))
+    message, _ = stage.sender.finish(state, piece("r", 2))
     assert message.sent_to == {WHOLE: 0} and stage.data(IN_WINDOWS) == []
     assert stage.connect(IN_WINDOWS, epoch=1) == {}
     assert [entry[:4] for entry in stage.data(IN_WINDOWS, epoch=1)] == [("r", 0, False, [1]), ("r", 1, True, [2])]
@@ -292,21 +292,21 @@ def test_output_for_a_restarting_target_is_sent_to_its_next_process(stage: Stage
 
 
 def test_kept_output_of_a_forgotten_request_is_dropped(stage: Stage) -> None:
-    stage.outlet.targets[WHOLE].disconnect()
+    stage.sender.targets[WHOLE].disconnect()
     for request_id in "rs":
-        stage.outlet.finish(stage.start(request_id, WHOLE, is_final=False), piece(request_id, 1))
-    stage.outlet.forget("r")
+        stage.sender.finish(stage.start(request_id, WHOLE, is_final=False), piece(request_id, 1))
+    stage.sender.forget("r")
     stage.connect(WHOLE, epoch=1)
     assert [entry[0] for entry in stage.data(WHOLE, epoch=1)] == ["s"]
 
 
 def test_kept_output_that_cannot_be_sent_fails_only_its_request(stage: Stage) -> None:
-    stage.outlet.targets[WHOLE].disconnect()
+    stage.sender.targets[WHOLE].disconnect()
     states = {request_id: stage.start(request_id, WHOLE, is_final=False) for request_id in "rs"}
     broken = piece("r", 1)
     broken.data = {"value": object()}
-    stage.outlet.finish(states["r"], broken)
-    stage.outlet.finish(states["s"], piece("s", 2))
+    stage.sender.finish(states["r"], broken)
+    stage.sender.finish(states["s"], piece("s", 2))
     errors = stage.connect(WHOLE, epoch=1)
     assert list(errors) == ["r"] and isinstance(errors["r"], TypeError)
     assert [entry[0] for entry in stage.data(WHOLE, epoch=1)] == ["s"]
@@ -316,5 +316,5 @@ def test_output_that_cannot_be_sent_raises(stage: Stage) -> None:
     broken = piece("r", 1)
     broken.data = {"value": object()}
     with pytest.raises(TypeError):
-        stage.outlet.finish(stage.start("r", WHOLE), broken)
+        stage.sender.finish(stage.start("r", WHOLE), broken)
     assert stage.data(WHOLE) == [] and stage.events() == []

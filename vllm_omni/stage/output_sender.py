@@ -33,7 +33,7 @@ from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.target import Target
 
 
-class Outlet:
+class OutputSender:
     """Sends segments of output, with the fields that each consumer reads. Keeps what a restarting stage is to get.
 
     Segments of text for callers are sent together, by `flush`, or before the next message.

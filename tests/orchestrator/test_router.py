@@ -30,11 +30,11 @@ from vllm_omni.errors import (
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.fake import FakeStage
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics, StageState
 from vllm_omni.orchestrator import router as router_module
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.fake import FakeStage
 from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter

@@ -16,10 +16,10 @@ from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resol
 from vllm_omni.entrypoints.start_progress import start_progress
 from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.extras import install_command
+from vllm_omni.launch.cluster import Cluster
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
-from vllm_omni.orchestrator.cluster import Cluster
-from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.placement.cores import place_cores
 
@@ -90,7 +90,7 @@ def open_cluster(config: PipelineConfig, timeout: float) -> Cluster:
         PipelineStartError: There is no such cluster, or it has not got the resources.
     """
     try:
-        from vllm_omni.orchestrator.ray_cluster import RayCluster
+        from vllm_omni.launch.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
         raise StageConfigError(f"distributed_backend 'ray' needs Ray: {install_command('ray')}") from error
     return RayCluster(config, timeout)

@@ -45,19 +45,19 @@ from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.inputs import StageInput
+from vllm_omni.launch.cluster import Cluster
+from vllm_omni.launch.fork_server import ForkServer
+from vllm_omni.launch.launcher import ClusterLauncher, Launcher, LocalLauncher
+from vllm_omni.launch.nodes import Nodes
+from vllm_omni.launch.silence import SilenceWatch
+from vllm_omni.launch.spec_factory import Site, SpecFactory
+from vllm_omni.launch.stage_handle import OmniStage, StageHandle
+from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.cluster import Cluster
-from vllm_omni.orchestrator.fork_server import ForkServer
-from vllm_omni.orchestrator.launcher import ClusterLauncher, Launcher, LocalLauncher
-from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageHandle
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
-from vllm_omni.orchestrator.silence import SilenceWatch
-from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
-from vllm_omni.orchestrator.supervisor import Supervisor
 from vllm_omni.placement.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")

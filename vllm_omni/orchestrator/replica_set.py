@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from vllm_omni.inputs import StageRequest
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator.omni_stage import StageHandle
 
 _BLOCK = 32
 """Tokens of a prompt that are compared at once."""

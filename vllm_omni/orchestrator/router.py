@@ -32,11 +32,11 @@ from vllm_omni.errors import (
     StageExecutionError,
 )
 from vllm_omni.inputs import StageInput
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
-from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
 from vllm_omni.outputs import StageOutput

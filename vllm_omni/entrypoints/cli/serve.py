@@ -32,9 +32,9 @@ from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
 from vllm_omni.extras import install_command
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_loudly, log_quietly
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
-from vllm_omni.orchestrator.fork_server import ForkServer
 
 OPTIONS = {field.name for field in dataclasses.fields(PipelineOptions)}
 # Engine arguments that apply to the server here, or to the whole pipeline.

@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.clock import Clock
+from tests.launch.test_supervisor import Pipeline
 from tests.orchestrator.pipelines import TRIANGLE, Caller, state_of, texts
 from tests.orchestrator.test_failure import is_ready, processes, restarts_of, running, wait_until
-from tests.orchestrator.test_supervisor import Pipeline
 from vllm_omni.distributed.messages import HEARTBEAT_S
-from vllm_omni.orchestrator import silence, supervisor
-from vllm_omni.orchestrator.omni_stage import StageHandle
-from vllm_omni.orchestrator.silence import UNRESPONSIVE_S, SilenceWatch
+from vllm_omni.launch import silence, supervisor
+from vllm_omni.launch.silence import UNRESPONSIVE_S, SilenceWatch
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.stage.watchdog import COMPILE_S
 
 ALL = ("a", "b", "c")

@@ -33,9 +33,9 @@ from vllm_omni.distributed.node_messages import (
     encode,
 )
 from vllm_omni.distributed.sockets import arrived
-from vllm_omni.orchestrator import nodes
-from vllm_omni.orchestrator.node_server import encode_spec
-from vllm_omni.orchestrator.nodes import Nodes, RemoteStageProcess
+from vllm_omni.launch import nodes
+from vllm_omni.launch.node_server import encode_spec
+from vllm_omni.launch.nodes import Nodes, RemoteStageProcess
 from vllm_omni.stage.spec import StageSpec
 
 
@@ -55,7 +55,7 @@ class Cluster:
     def start(self, name: str) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.orchestrator.node_server", str(its_end.fileno())]
+            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
             self._started.append(subprocess.Popen(command, pass_fds=[its_end.fileno()]))
         lifeline.sendall(encode_spec(name, name, self.nodes.address, self.keys))
         self.lifelines[name] = lifeline

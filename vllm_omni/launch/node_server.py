@@ -36,8 +36,8 @@ from vllm_omni.distributed.node_messages import (
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.distributed.sockets import arrived
 from vllm_omni.distributed.wake_up import WakeUp
+from vllm_omni.launch.fork_server import ForkServer, StageProcess, wait_for_all
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess, wait_for_all
 
 logger = get_logger(__name__)
 

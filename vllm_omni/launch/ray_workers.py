@@ -29,7 +29,7 @@ class StageHost:
     def __init__(self, spec: bytes) -> None:
         self._lifeline, its_end = socket.socketpair()
         with its_end:
-            command = (sys.executable, "-m", "vllm_omni.orchestrator.node_server", str(its_end.fileno()))
+            command = (sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno()))
             # The shell ends at once, and the server belongs to nobody.
             subprocess.run(["sh", "-c", 'setsid "$@" &', "sh", *command], pass_fds=[its_end.fileno()], check=True)
         self._lifeline.sendall(spec)

@@ -7,10 +7,10 @@ from vllm_omni.config.stage_config import StageInstance
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import Message, PeerUpMessage
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.fork_server import StageProcess
+from vllm_omni.launch.launcher import Launcher, OnWait
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator.fork_server import StageProcess
-from vllm_omni.orchestrator.launcher import Launcher, OnWait
-from vllm_omni.orchestrator.omni_stage import StageHandle
 
 
 class FakeStage(StageHandle):

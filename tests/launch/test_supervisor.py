@@ -12,10 +12,10 @@ from tests.orchestrator.pipelines import TIMEOUT_S, TRIANGLE, make_config
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.launch import supervisor as supervisor_module
+from vllm_omni.launch.fake import FakeLauncher, FakeProcess, FakeStage
+from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator import supervisor as supervisor_module
-from vllm_omni.orchestrator.fake import FakeLauncher, FakeProcess, FakeStage
-from vllm_omni.orchestrator.supervisor import Supervisor
 
 INIT_TIMEOUT_S = 60.0
 END_GRACE_S = 2.0

@@ -9,9 +9,9 @@ import logging
 import math
 import time
 
+from vllm_omni.launch.stage_handle import StageHandle
+from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator.omni_stage import StageHandle
-from vllm_omni.orchestrator.supervisor import Supervisor
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 
 logger = logging.getLogger("vllm.omni.orchestrator")

@@ -37,8 +37,8 @@ from vllm_omni.distributed.node_messages import (
 )
 from vllm_omni.distributed.sockets import Dropped, arrived
 from vllm_omni.distributed.wake_up import WakeUp
+from vllm_omni.launch.fork_server import StageProcess
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.orchestrator.fork_server import StageProcess
 
 logger = get_logger(__name__)
 

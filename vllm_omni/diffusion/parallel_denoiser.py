@@ -12,7 +12,8 @@ next message for that of another call: so the stage ends.
 Inside a group ranks do wait for each other. There a rank that fails alone ends its process, and a thread of rank 0
 detects the end of a follower.
 
-Messages are pickled: they go to a child process, from this one alone, and hold plain values of any pipeline.
+The arguments and outputs in messages are pickled: they go to a child process, from this one alone, and hold plain
+values of any pipeline.
 """
 
 import io
@@ -33,6 +34,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from vllm.platforms import current_platform
@@ -81,15 +83,13 @@ def init_device(index: int, memory: float | int | None) -> torch.device:
 # Messages.
 
 
-@dataclass(frozen=True)
-class _Started:
+class _Started(msgspec.Struct, frozen=True, tag=True):
     """A follower's denoisers are loaded. `problem`: why they are not; then it ends."""
 
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class _DenoiserCall:
+class _DenoiserCall(msgspec.Struct, frozen=True, tag=True):
     """A call of a denoiser, given by the component's name. `arguments`: packed (args, kwargs)."""
 
     number: int
@@ -97,8 +97,7 @@ class _DenoiserCall:
     arguments: bytes
 
 
-@dataclass(frozen=True)
-class _DenoiserReply:
+class _DenoiserReply(msgspec.Struct, frozen=True, tag=True):
     """The end of a call, which has the same number.
 
     Attributes:
@@ -109,6 +108,18 @@ class _DenoiserReply:
     number: int
     output: bytes | None = None
     error: str | None = None
+
+
+_Message = _Started | _DenoiserCall | _DenoiserReply
+_DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+
+def _send(pipe: Connection, message: _Message) -> None:
+    pipe.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _receive(pipe: Connection) -> _Message:
+    return _DECODER.decode(pipe.recv_bytes())
 
 
 class _Packer(pickle.Pickler):
@@ -296,17 +307,19 @@ def _serve(start: _Start, calls: Connection) -> None:
         device = init_device(start.rank, start.memory)
         denoisers = load_denoisers(start.model, start.config, device)
     except StageConfigError as error:
-        calls.send(_Started(str(error)))
+        _send(calls, _Started(str(error)))
         return
-    calls.send(_Started())
+    _send(calls, _Started())
     try:
         group = _Group(start, denoisers, device)
     except StageConfigError:
-        calls.recv()  # Rank 0 raises the same, and ends this process.
+        _receive(calls)  # Rank 0 raises the same, and ends this process.
         return
     returns_output = start.rank % start.config.context_parallel_size == 0
     while True:
-        _compute(calls.recv(), group, calls, device, returns_output)
+        call = _receive(calls)
+        assert isinstance(call, _DenoiserCall)
+        _compute(call, group, calls, device, returns_output)
 
 
 def _exit_with_parent() -> None:
@@ -327,14 +340,14 @@ def _compute(call: _DenoiserCall, group: _Group, calls: Connection, device: torc
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     else:
-        calls.send(_DenoiserReply(call.number, output=message))
+        _send(calls, _DenoiserReply(call.number, output=message))
         if buffer is not None:
             group.send(buffer, 0)
         return
     # After the except block: an exception that is being handled keeps the tensors of the call.
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    calls.send(_DenoiserReply(call.number, error=text))
+    _send(calls, _DenoiserReply(call.number, error=text))
 
 
 # Rank 0.
@@ -351,19 +364,19 @@ class _Follower:
         self.process.start()
         its_calls.close()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: _Message) -> None:
         """
         Raises:
             FollowerError: It has ended. `receive` raises it as well.
         """
         try:
-            self._calls.send(message)
+            _send(self._calls, message)
         except OSError as error:
             raise FollowerError(f"rank {self.rank} of the denoiser has ended") from error
 
-    def receive(self) -> Any:
+    def receive(self) -> Any:  # the message that is due
         try:
-            return self._calls.recv()
+            return _receive(self._calls)
         except (EOFError, OSError) as error:
             raise FollowerError(f"rank {self.rank} of the denoiser has ended") from error
 

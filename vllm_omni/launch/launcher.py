@@ -11,12 +11,12 @@ import msgspec
 
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
-from vllm_omni.orchestrator.cluster import Cluster, Place
-from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess
-from vllm_omni.orchestrator.node_server import encode_spec
-from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import StageHandle
-from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
+from vllm_omni.launch.cluster import Cluster, Place
+from vllm_omni.launch.fork_server import ForkServer, StageProcess
+from vllm_omni.launch.node_server import encode_spec
+from vllm_omni.launch.nodes import Nodes
+from vllm_omni.launch.spec_factory import Site, SpecFactory
+from vllm_omni.launch.stage_handle import StageHandle
 
 OnWait = Callable[[str], None]
 

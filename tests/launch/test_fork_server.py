@@ -17,8 +17,8 @@ import pytest
 from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import FAR
 from tests.orchestrator.test_failure import wait_until
-from vllm_omni.orchestrator import fork_server
-from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
+from vllm_omni.launch import fork_server
+from vllm_omni.launch.fork_server import ForkServer, wait_for_all
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture
 
 FORK_FROM_HERE = """
 import os, signal, sys, threading
-from vllm_omni.orchestrator.fork_server import ForkServer, wait_for_all
+from vllm_omni.launch.fork_server import ForkServer, wait_for_all
 
 def fork_a_stage(server):
     process = server.fork(b"[]", timeout=600)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from vllm_omni.config.stage_config import RestartConfig
 from vllm_omni.distributed.messages import ShutdownMessage
 from vllm_omni.errors import PipelineClosedError, StageStartError
+from vllm_omni.launch.fork_server import StageProcess, wait_for_all
+from vllm_omni.launch.launcher import Launcher
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.stats import StageHealth, StageState
-from vllm_omni.orchestrator.fork_server import StageProcess, wait_for_all
-from vllm_omni.orchestrator.launcher import Launcher
-from vllm_omni.orchestrator.omni_stage import StageHandle
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 

@@ -22,8 +22,8 @@ from vllm_omni.distributed.network import Network
 from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.outgoing import Outgoing, num_bytes
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator.outgoing import Outgoing, num_bytes
 from vllm_omni.payloads import AdditionalInformationPayload
 
 

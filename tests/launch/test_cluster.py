@@ -27,7 +27,7 @@ from tests.orchestrator.pipelines import (
 from tests.orchestrator.test_failure import is_ready, wait_until
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError, RequestAbortedError, StageStartError
-from vllm_omni.orchestrator.cluster import Cluster, Place
+from vllm_omni.launch.cluster import Cluster, Place
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ class LoopbackCluster(Cluster):
     def start_server(self, node: str, spec: bytes, timeout: float) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.orchestrator.node_server", str(its_end.fileno())]
+            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
             server = subprocess.Popen(command, pass_fds=[its_end.fileno()])
         threading.Thread(target=server.wait, daemon=True).start()
         lifeline.sendall(spec)

@@ -4,7 +4,6 @@
 `test_parallel_denoiser.py` runs these tests.
 """
 
-import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -22,13 +22,13 @@ from diffusers.models.transformers import FluxTransformer2DModel
 
 from tests.diffusion.tiny_calls import SMALLEST, images_for
 from tests.executor.test_diffusers_executor import Harness
+from vllm_omni.diffusion import parallel_denoiser
+from vllm_omni.diffusion.parallel_denoiser import FollowerError, pack, unpack
 from vllm_omni.errors import StageConfigError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
-from vllm_omni.worker import parallel_denoiser
-from vllm_omni.worker.parallel_denoiser import FollowerError, pack, unpack
 
 CPU = torch.device("cpu")
-IMPORTS = ["vllm_omni.worker.parallel_denoiser", "diffusers.pipelines.auto_pipeline", "transformers.models.auto"]
+IMPORTS = ["vllm_omni.diffusion.parallel_denoiser", "diffusers.pipelines.auto_pipeline", "transformers.models.auto"]
 """Of a process of the denoiser: most of the time that it takes to start."""
 GUIDED = {"negative_prompt": "grey and quiet", "guidance_scale": 3.0}
 
@@ -233,7 +233,7 @@ class TestFailures:
             if breaks == "number":
                 words = "rank 1 of the denoiser is at another call"
                 receive = ranks._followers[0].receive
-                ranks._followers[0].receive = lambda: dataclasses.replace(receive(), number=0)
+                ranks._followers[0].receive = lambda: msgspec.structs.replace(receive(), number=0)
             else:
                 setattr(harness.group, breaks, fail)
             for message in (words, "the denoiser's processes have ended"):

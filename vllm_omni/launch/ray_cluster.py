@@ -26,8 +26,8 @@ from vllm.platforms import current_platform
 from vllm_omni.config.resources import instance_cpus, instance_devices
 from vllm_omni.config.stage_config import PipelineConfig, StageInstance
 from vllm_omni.errors import PipelineStartError, StageConfigError
-from vllm_omni.orchestrator.cluster import Cluster, Place
-from vllm_omni.orchestrator.ray_workers import StageHost, find_address, locate
+from vllm_omni.launch.cluster import Cluster, Place
+from vllm_omni.launch.ray_workers import StageHost, find_address, locate
 from vllm_omni.placement.devices import num_devices, world_size
 from vllm_omni.stage.spec import RayWorkers
 

@@ -96,7 +96,7 @@ def stage_processes() -> list[psutil.Process]:
 
 def is_our_server(process: psutil.Process) -> bool:
     try:
-        is_server = "vllm_omni.orchestrator.node_server" in process.cmdline()
+        is_server = "vllm_omni.launch.node_server" in process.cmdline()
         return is_server and process.environ().get(MARK) == str(os.getpid())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False

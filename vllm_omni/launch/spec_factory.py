@@ -11,8 +11,8 @@ from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig, WindowConfig
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
-from vllm_omni.orchestrator.omni_stage import StageHandle
 from vllm_omni.placement.spec import MachineShare, StagePlacement
 from vllm_omni.stage.spec import RayWorkers, SourceSpec, StageSpec, TargetSpec
 

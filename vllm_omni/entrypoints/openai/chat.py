@@ -7,7 +7,8 @@ vLLM's routes and handlers answer with the text, `chat_media.py` adds all other 
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Literal, Self, cast
 
@@ -15,11 +16,17 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion as vllm_create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
@@ -34,7 +41,7 @@ from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
-from vllm_omni.entrypoints.openai.server_args import Modality
+from vllm_omni.entrypoints.openai.server_args import Modality, flag
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, defer_headers
 from vllm_omni.entrypoints.openai.stage_params import (
     diffusion_settings,
@@ -146,6 +153,24 @@ class OmniServingCompletion(OmniServing, OpenAIServingCompletion):
         return await super().create_completion(request, raw_request)
 
 
+class OmniServingChatBatch(OmniServing, OpenAIServingChatBatch):
+    """vLLM's, sampling as the stage is configured. Text only. Its conversations count as choices of a chat do."""
+
+    async def create_batch_chat_completion(
+        self, request: BatchChatCompletionRequest, raw_request: Request | None = None
+    ) -> ChatCompletionResponse | ErrorResponse:
+        limit = self.client.limits.max_n
+        if len(request.messages) > limit:
+            raise VLLMValidationError(
+                f"messages has {len(request.messages)} conversations; a request may have at most {limit} "
+                f"({flag('max_n')})",
+                parameter="messages",
+            )
+        self.client.check_admission(len(request.messages))
+        RequestContext.current().options = RequestOptions(explicit_fields=explicit_fields(request))
+        return await super().create_batch_chat_completion(request, raw_request)
+
+
 class OmniServingChat(OmniServing, OpenAIServingChat):
     """vLLM's handler for the text, with all other outputs of the pipeline.
 
@@ -245,16 +270,28 @@ class _Renderer:
         return getattr(self._renderer, name)
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
-        is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
+        with self._renderer_for(request, "messages") as renderer:
+            return await renderer.render_chat(request)
+
+    async def render_responses(self, request: ResponsesRequest, **history: Any) -> Any:
+        with self._renderer_for(request, "input") as renderer:
+            return await renderer.render_responses(request, **history)
+
+    @contextmanager
+    def _renderer_for(
+        self, request: ChatCompletionRequest | ResponsesRequest, parameter: str
+    ) -> Iterator[OnlineRenderer]:
+        mm_kwargs = request.mm_processor_kwargs or {}
+        is_harmless = set(mm_kwargs) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
         context = RequestContext.current()
         context.media_tokens = self._media_tokens if is_harmless else None
-        context.reads_sound_in_video = bool((request.mm_processor_kwargs or {}).get("use_audio_in_video"))
+        context.reads_sound_in_video = bool(mm_kwargs.get("use_audio_in_video"))
         try:
-            return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
+            yield self._trusting_renderer if is_harmless else self._renderer
         except VLLMClientError:
             raise
         except ValueError as error:
-            raise VLLMValidationError(describe_refusal(error), parameter="messages") from error
+            raise VLLMValidationError(describe_refusal(error), parameter=parameter) from error
 
 
 def read_options(

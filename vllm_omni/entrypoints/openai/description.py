@@ -20,7 +20,7 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
 from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info, served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
@@ -140,6 +140,8 @@ def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     has_chat = client.has_renderer or (first is not None and can_chat(first))
     has_chat = has_chat and not client.only_transcribes
     made = ["/v1/chat/completions"] if has_chat else []
+    if has_chat and client.has_renderer and "text" in client.config.output_types:
+        made += ["/v1/responses", MESSAGES_PATH]
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]
     if app.state.omni_transcriptions is not None:
         made += ["/v1/audio/transcriptions", "/v1/audio/translations"]

@@ -19,6 +19,7 @@ ORDER = (
     "entrypoints.playground",
     "entrypoints",
     "orchestrator",
+    "kinds",
     "stage",
     "placement",
     "executor",

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.stage.running_engine import PATIENCE, RunningEngine
-from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import FunctionStage, load_function_stage
 from vllm_omni.inputs import StageRequest
@@ -18,7 +18,6 @@ from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, Stream, StreamChunk
 from vllm_omni.stage.engines.function_stage import FunctionStageThreads
 from vllm_omni.stage.watchdog import StepTimer
-from vllm_omni.stage.worker import make_stage_engine
 
 
 class Settings(msgspec.Struct):
@@ -346,10 +345,10 @@ def test_each_thread_has_a_time_limit(run: Run) -> None:
 
 
 def test_a_stage_configuration_names_the_class() -> None:
-    engine = make_stage_engine(STAGE, "model", Outbox())
+    engine = STAGE.kind.make_engine("model", Outbox())
     assert isinstance(engine, FunctionStageThreads) and engine.capacity == 32
     four = msgspec.structs.replace(STAGE, runtime=StageRuntimeConfig(max_batch_size=4))
-    assert make_stage_engine(four, "model", Outbox()).capacity == 128
+    assert four.kind.make_engine("model", Outbox()).capacity == 128
 
 
 def test_any_other_class_is_refused() -> None:

@@ -58,13 +58,11 @@ class Function(Fake):
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False
     ) -> "StageEngine":
         from vllm_omni.function_stage import load_function_stage
-        from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
-        from vllm_omni.stage.engines.function_stage import FunctionStageThreads
+        from vllm_omni.stage.engines.function import BatchFunction, FunctionStageEngine, PlainFunction
 
-        stage, size = self.stage, self.stage.runtime.max_batch_size
+        stage = self.stage
         if (function_class := load_function_stage(stage)) is not None:
-            return FunctionStageThreads(outbox, function_class(stage, stage.checkpoint(model)), size or 1)
-        if stage.batch_function is not None:
-            return BatchFunctionStageEngine(outbox, stage.stage_id, stage.batch_function, size or 8)
-        assert stage.function is not None
-        return FunctionStageEngine(outbox, stage.stage_id, stage.function)
+            num_threads = stage.runtime.max_batch_size or 1
+            return FunctionStageEngine(outbox, function_class(stage, stage.checkpoint(model)), num_threads)
+        plain = PlainFunction if stage.batch_function is None else BatchFunction
+        return FunctionStageEngine(outbox, plain(stage, model))

@@ -77,10 +77,16 @@ def test_its_checks_and_the_kinds_of_this_package_remain(stages: Path) -> None:
         load_pipeline_config(stages)
 
 
-def test_a_kind_that_cannot_be_imported_names_its_class(stages: Path) -> None:
-    module = stages.with_name("echo_kind.py")
-    module.write_text(PACKAGE.replace("class Echo", "class Other"))
-    with pytest.raises(StageConfigError, match="engine_type: 'echo' is echo_kind:Echo, which cannot be imported"):
+@pytest.mark.parametrize(
+    ("line", "other", "problem"),
+    [
+        ("class Echo(StageKind)", "class Other(StageKind)", "cannot be imported"),
+        ("class Echo(StageKind)", "class Echo", "does not extend StageKind"),
+    ],
+)
+def test_a_wrong_class_is_named(stages: Path, line: str, other: str, problem: str) -> None:
+    stages.with_name("echo_kind.py").write_text(PACKAGE.replace(line, other))
+    with pytest.raises(StageConfigError, match=f"engine_type: 'echo' is echo_kind:Echo, which {problem}"):
         load_pipeline_config(stages)
 
 

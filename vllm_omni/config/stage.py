@@ -159,11 +159,13 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if name not in kinds:
             raise StageConfigError(f"engine_type: Invalid enum value {name!r} (known here: {', '.join(sorted(kinds))})")
         try:
-            kind: type[StageKind] = pkgutil.resolve_name(kinds[name])
+            kind = pkgutil.resolve_name(kinds[name])
         except (ImportError, AttributeError) as error:
             raise StageConfigError(
                 f"engine_type: {name!r} is {kinds[name]}, which cannot be imported: {error}; reinstall its package"
             ) from error
+        if not (isinstance(kind, type) and issubclass(kind, StageKind)):
+            raise StageConfigError(f"engine_type: {name!r} is {kinds[name]}, which does not extend StageKind")
         return kind.of(name, self)
 
     @property

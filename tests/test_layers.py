@@ -20,6 +20,7 @@ ORDER = (
     "entrypoints",
     "orchestrator",
     "launch",
+    "kinds",
     "stage",
     "placement",
     "executor",

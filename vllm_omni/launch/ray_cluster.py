@@ -93,13 +93,13 @@ class RayCluster(Cluster):
     def _reserve(self, timeout: float) -> dict[int, _Reserved]:
         """Reserves what each replica asks for; by instance id."""
         reserved: dict[int, _Reserved] = {}
-        together = [instance for instance in self._instances.values() if not instance.stage.has_ray_workers]
+        together = [instance for instance in self._instances.values() if not instance.stage.kind.has_ray_workers]
         if together:
             group = self._make_group([self._bundles[instance.label][0] for instance in together])
             reserved |= {instance.instance_id: _Reserved(group, [bundle]) for bundle, instance in enumerate(together)}
         context = ray.get_runtime_context()
         for instance_id, instance in self._instances.items():
-            if instance.stage.has_ray_workers:
+            if instance.stage.kind.has_ray_workers:
                 name = f"vllm_omni-{uuid.uuid4().hex}"
                 workers = RayWorkers(address=context.gcs_address, namespace=context.namespace, group=name)
                 bundles = self._bundles[instance.label]
@@ -196,7 +196,7 @@ def _make_bundles(instance: StageInstance) -> list[Resources]:
         StageConfigError: Ray cannot start them.
     """
     bundle = _make_bundle(instance)
-    if not instance.stage.has_ray_workers:
+    if not instance.stage.kind.has_ray_workers:
         return [bundle]
     where = f"{instance.label}: distributed_executor_backend: ray"
     if not current_platform.ray_device_key:

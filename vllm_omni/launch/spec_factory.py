@@ -74,7 +74,7 @@ class SpecFactory:
                 for target in self.config.targets[config.stage_id]
                 for instance in replicas[target]
             },
-            segments=runtime.ar if config.kind == "AR" else None,
+            segments=runtime.ar if config.kind.is_autoregressive else None,
             max_inflight=self.config.max_inflight(config),
             max_queued=self.config.max_queued(config),
             high_watermark_bytes=runtime.defaults.high_watermark_bytes,

@@ -46,7 +46,7 @@ class ASRStage:
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
-        if stage.transcribes:
+        if stage.kind.params == "sampling":
             self.parameters = (*self.parameters, "temperature")
         self._transcripts: OrderedDict[_Key, asyncio.Task[str]] = OrderedDict()
 

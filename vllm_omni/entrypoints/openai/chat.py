@@ -364,7 +364,7 @@ def read_modalities(modalities: list[Any] | None, config: PipelineConfig, defaul
 
 def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) -> list[Mapping[str, Any] | None]:
     params = read_stage_params(request.sampling_params_list, config)
-    denoisers = [i for i, stage in enumerate(config.stage_args) if stage.kind == "DiT" and not stage.encodes_prompts]
+    denoisers = [i for i, stage in enumerate(config.stage_args) if stage.kind.takes_settings]
     if request.extra_body and not denoisers:
         raise VLLMValidationError(
             "extra_body holds the settings of a diffusion model, and this model has none", parameter="extra_body"

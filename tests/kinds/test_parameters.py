@@ -12,8 +12,8 @@ from tests.entrypoints.fake_pipelines import running
 from tests.entrypoints.spoken_functions import NUM_SAMPLES, SPEAKING, WRITING_STAGE, SpeakingStage, level
 from tests.orchestrator.pipelines import make_config
 from vllm_omni import OmniLLM
-from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters
 from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.kinds.parameters import FunctionParameters, load_function_parameters
 
 
 def make_reader(**defaults: Any) -> FunctionParameters:

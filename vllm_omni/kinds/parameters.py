@@ -11,7 +11,6 @@ import msgspec
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.errors import StageConfigError
-from vllm_omni.function_stage import load_function_stage
 from vllm_omni.inputs import VOICE_FIELD, TranscriptionParameters
 
 VOICE = "voice"
@@ -128,23 +127,10 @@ def _own(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in TranscriptionParameters.__struct_fields__}
 
 
-def sampling_values(stage: OmniStageConfig, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of a vLLM stage that belong to vLLM's `SamplingParams`."""
-    if not stage.transcribes:
-        return values
-    return {name: value for name, value in values.items() if name not in TranscriptionParameters.__struct_fields__}
-
-
 def load_function_parameters(config: PipelineConfig) -> dict[int, FunctionParameters]:
     """The parameters of all stages that are a `FunctionStage`, or transcribe, by stage id.
 
     Raises as `FunctionParameters`.
     """
-    found: dict[int, FunctionParameters] = {}
-    for stage in config.stage_args:
-        if stage.transcribes:
-            found[stage.stage_id] = TranscriptionSettings(stage)
-        elif (function := load_function_stage(stage)) is not None:
-            defaults, voices = stage.default_sampling_params, function.voices()
-            found[stage.stage_id] = FunctionParameters(stage, function.parameters, defaults, voices)
-    return found
+    found = {stage.stage_id: stage.kind.load_parameters() for stage in config.stage_args}
+    return {stage_id: parameters for stage_id, parameters in found.items() if parameters is not None}

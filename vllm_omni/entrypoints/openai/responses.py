@@ -82,7 +82,8 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         """Completes what `from_vllm` returned, with the renderer of the chat, which has media counted."""
         self.online_renderer = chat.online_renderer
         self.enable_store = True
-        self.response_store, self.msg_store, self.event_store = OwnedStore(), OwnedStore(), OwnedStore()
+        stores: Any = (OwnedStore(), OwnedStore(), OwnedStore())  # vLLM's are dictionaries.
+        self.response_store, self.msg_store, self.event_store = stores
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request | None = None) -> Any:
         """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""

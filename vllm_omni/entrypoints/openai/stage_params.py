@@ -77,7 +77,7 @@ def explicit_fields(request: BaseModel) -> frozenset[str]:
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:
     if not entry:
         return None
-    known = _KNOWN.get(stage.kind.params)
+    known = _KNOWN.get(stage.kind.params or "")
     if known is None:
         if stage.kind.load_parameters() is not None:
             return entry  # `RequestBuilder` checks it.

@@ -4,6 +4,7 @@
 import dataclasses
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.docs.pages import PAGES
+from tests.metrics.collector import Collector
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.resolve import resolve_pipeline
@@ -21,29 +23,29 @@ GIVEN: dict[str, Any] = {
     "allowed_local_media_path": "/",
     "allowed_media_domains": ["localhost"],
     "async_scheduling": False,
+    "data_parallel_size": 1,
     "disable_log_stats": True,
     "dtype": "float32",
     "enable_lora": False,
     "gpu_memory_utilization": 0.5,
+    "load_format": "safetensors",
+    "log_level": "INFO",
     "max_model_len": 256,
     "max_num_seqs": 4,
     "mm_processor_cache_gb": 0,
+    "nnodes": 1,
     "reasoning_parser": "qwen3",
     "revision": "main",
     "seed": 1,
     "served_model_name": ["a", "b"],
+    "shutdown_timeout": 0,
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     "trust_remote_code": False,
 }
 OTHERS = {
-    "data_parallel_size": "refused (test_serve.py)",
-    "load_format": "named for `vllm preload`, which a pipeline does not have",
     "log_config_file": "of processes, which have it through the environment",
-    "log_level": "as this",
     "model": "every start has one",
-    "nnodes": "refused, too",
-    "otlp_traces_endpoint": "needs a collector, which tests/metrics have",
-    "shutdown_timeout": "of the server (test_shutdown.py)",
+    "otlp_traces_endpoint": "needs a collector, given below",
     "skip_tokenizer_init": "of a stage without a text: the talker and the vocoder have it",
     "tokenizer": "a folder, given below",
 }
@@ -81,6 +83,11 @@ def test_each_stage_is_configured(reasoning_model: Path) -> None:
 @pytest.mark.slow
 def test_the_pipeline_starts_and_speaks(reasoning_model: Path) -> None:
     short = [{"max_tokens": 4}, {"max_tokens": 12}, None]
-    with OmniLLM(str(reasoning_model), tokenizer=str(reasoning_model), **GIVEN) as llm:
+    with (
+        closing(Collector()) as collector,
+        OmniLLM(
+            str(reasoning_model), tokenizer=str(reasoning_model), otlp_traces_endpoint=collector.url, **GIVEN
+        ) as llm,
+    ):
         text, speech = llm.generate(make_prompt(reasoning_model, "text"), short, use_tqdm=False)
     assert text.outputs[0].token_ids and len(speech.multimodal_output["audio"])

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import ctypes
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 import torch
+from vllm.multimodal.media import audio
 
 from vllm_omni.metrics import logs
 from vllm_omni.metrics.logs import about, get_logger, log_quietly, log_to_stderr
@@ -81,6 +85,30 @@ def test_warnings_of_an_import_are_not_printed_by_python(monkeypatch, capsys):
     assert logger.handlers == [] and capsys.readouterr() == ("", "")
     logger.warning("later")
     assert capsys.readouterr().err == "later\n"
+
+
+def test_vllm_does_not_warn_for_each_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    monkeypatch.setattr(audio, "_torchcodec_import_exc", ImportError("no such package"))
+    monkeypatch.setattr(audio, "AudioDecoder", None)
+    monkeypatch.setattr(logs, "is_quiet", lambda: True)
+    loggers = {name: logging.getLogger(name) for name in ("vllm", "vllm.multimodal.media.audio")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    loggers["vllm.multimodal.media.audio"].addHandler(handler)
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(1600), 16_000, format="WAV")
+    try:
+        audio.load_audio(file, sr=None)
+        assert len(found) == 1 and "torchcodec" in texts(found)[0]
+        logs.log_warnings()
+        audio.load_audio(file, sr=None)
+        assert len(found) == 1
+    finally:
+        loggers["vllm.multimodal.media.audio"].removeHandler(handler)
+        for name, level in levels.items():
+            loggers[name].setLevel(level)
 
 
 def test_a_line_names_its_request_and_its_stage(records):

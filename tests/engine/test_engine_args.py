@@ -281,6 +281,14 @@ class TestModelRunner:
         monkeypatch.setenv(self.VARIABLE, "0")
         assert not self.use_v2(tiny_qwen3)
 
+    def test_text_with_marks_takes_v2(self, tiny_qwen3, overlap):
+        """vLLM's V1 would leave them out without a word."""
+        marks = {"watermark_config": {"key": 7}}
+        assert self.use_v2(tiny_qwen3, **marks)
+        for arguments in ({"async_scheduling": False}, {"engine_output_type": "latent"}):
+            with pytest.raises(StageConfigError, match="watermark_config: only vLLM's V2 model runner marks text"):
+                self.use_v2(tiny_qwen3, **marks, **arguments)
+
     def test_what_vllm_would_not_take_it_for(self, tiny_qwen3, overlap, chosen, monkeypatch):
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)
         assert not self.use_v2(tiny_qwen3)

@@ -169,6 +169,10 @@ class StageEngineArgs(EngineArgs):
             config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
         # vLLM's function builds its own class, which reads the environment for it, and has no argument.
         config.__class__ = V2RunnerConfig if is_async and _can_use_v2_runner(config) else V1RunnerConfig
+        if config.watermark_config is not None and not config.use_v2_model_runner:
+            raise StageConfigError(
+                "watermark_config: only vLLM's V2 model runner marks text, and this stage cannot have it; remove it"
+            )
         return config
 
 
@@ -187,12 +191,14 @@ def _check_block_size(config: VllmConfig) -> None:
 
 
 def _can_use_v2_runner(config: VllmConfig) -> bool:
-    """Whether V2 is chosen, vLLM would take it, and the stage needs nothing that only our model runners have.
+    """Whether V2 is chosen, or text is marked, for which vLLM takes it; and the stage needs nothing that only our model
+    runners have.
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    if not ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen):
+    is_chosen = "v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen
+    if not is_chosen and config.watermark_config is None:
         return False
     with _runner_in_environment(None):
         would_take = config.use_v2_model_runner

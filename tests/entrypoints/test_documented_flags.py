@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.docs.pages import PAGES
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.entrypoints.resolve import make_engine_args, resolve_pipeline
+from vllm_omni.entrypoints.resolve import resolve_pipeline
 from vllm_omni.testing.media import make_prompt
 
 GIVEN: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_each_stage_is_configured(reasoning_model: Path) -> None:
     config = resolve_pipeline(OmniArgs.from_kwargs(model=str(reasoning_model), **GIVEN)).config
     parsers = {}
     for stage in config.stage_args:
-        vllm_config = make_engine_args(stage, str(reasoning_model)).create_engine_config()
+        vllm_config = stage.kind.check_arguments(str(reasoning_model)).create_engine_config()
         parsers[stage.name] = vllm_config.structured_outputs_config.reasoning_parser
         assert vllm_config.scheduler_config.max_num_seqs == 4
     assert parsers == {"thinker": "qwen3", "talker": "", "code2wav": ""}

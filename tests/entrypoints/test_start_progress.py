@@ -10,7 +10,7 @@ import pytest
 from tests.hub_cache import NAME, HubCache
 from vllm_omni.entrypoints import start_progress
 from vllm_omni.entrypoints.start_progress import Downloads, describe
-from vllm_omni.orchestrator.supervisor import StageHealth
+from vllm_omni.launch.supervisor import StageHealth
 
 
 def health(*states: str) -> list[StageHealth]:

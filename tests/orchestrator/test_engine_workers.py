@@ -15,8 +15,8 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests.entrypoints.fake_pipelines import quick_servers
+from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
-from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from vllm_omni import OmniLLM
 from vllm_omni.errors import PipelineStartError, StageConfigError
 

@@ -158,7 +158,7 @@ class DiffusionInputProcessor:
 
 
 def _check_inputs(info: PipelineInfo, where: str, reads_last_image: bool) -> None:
-    """Those of a later stage can come from the stages before it (`StageInput.additional_information`)."""
+    """Checks the inputs of a first stage; a later one gets some from others (`StageInput.additional_information`)."""
     missing = [*info.missing_inputs, *(["last_image"] if reads_last_image else [])]
     if missing:
         raise StageConfigError(

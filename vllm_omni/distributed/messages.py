@@ -4,7 +4,7 @@
     orchestrator -> stage         SubmitMessage, InputMessage, AbortMessage, PeerDownMessage, PeerUpMessage,
                                   ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> its feeders          RefundMessage
+    stage -> its sources          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, TextsMessage, ResultMessage, ErrorMessage,
                                   StatsMessage, MetricsMessage, AliveMessage, FaultMessage
 
@@ -154,7 +154,7 @@ class DataMessage(Message):
 
 
 class RefundMessage(Message):
-    """Credit that this stage returns to a feeder. See `distributed.credit`."""
+    """Credit that this stage returns to a source. See `distributed.credit`."""
 
     instance_id: int
     num_requests: int

@@ -40,6 +40,7 @@ from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.logs import is_quiet
 from vllm_omni.model_packages import find_models
+from vllm_omni.vllm_versions import PASSED_ON_GPU
 
 logger = init_logger("vllm.omni.engine.engine_args")
 
@@ -79,10 +80,6 @@ ROW_CACHE_BYTES = 4 << 30
 USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
 """vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-PASSED_ON_GPU: frozenset[Literal["async_rows", "v2_model_runner"]] = frozenset()
-"""What is on by default besides asynchronous scheduling of text without rows: what has passed on a GPU, as the table of
-docs/devices.md says. The rest is one setting away: `async_scheduling` of a stage with rows (`async_rows`), and the
-variable for V2."""
 _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 """Methods of models (`SupportsPostprocess`, `SupportsFeedback`) that leave something for the next step."""
 
@@ -196,9 +193,7 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
-    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    is_chosen = "v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen
-    if not is_chosen and config.watermark_config is None:
+    if not _is_v2_chosen(config.watermark_config):
         return False
     with _runner_in_environment(None):
         would_take = config.use_v2_model_runner
@@ -210,6 +205,12 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
         and not config.model_config.logits_processors
         and find_models().architectures.keys().isdisjoint(config.model_config.architectures)
     )
+
+
+def _is_v2_chosen(watermark_config: Any) -> bool:
+    """V1 does not mark text, so vLLM takes V2 for that whatever is chosen."""
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return watermark_config is not None or ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen)
 
 
 @contextmanager
@@ -314,16 +315,19 @@ def _samples_codes(arguments: dict[str, Any]) -> bool:
 
 
 def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) -> bool | None:
-    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, as for a text, and does so for
-    accelerators.
+    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, and does so for accelerators.
 
-    Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
-    in other processes, and of drafts, would come too late.
+    That is for texts, where it has passed on a GPU with this vLLM; V2 has no other schedule for them. Stages that draw
+    something else may have guidance, which needs each token before the next step. Errors of workers in other processes,
+    and of drafts, would come too late.
     """
     is_text = settings.engine_type == "ar" and settings.uses_generation_config
     is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
-    is_plain &= not settings.emits_rows or "async_rows" in PASSED_ON_GPU
-    return None if is_text and is_plain and "scheduler_cls" not in arguments else False
+    if settings.emits_rows:
+        has_passed = "async_rows" in PASSED_ON_GPU
+    else:
+        has_passed = "async_text" in PASSED_ON_GPU or _is_v2_chosen(arguments.get("watermark_config"))
+    return None if is_text and is_plain and has_passed and "scheduler_cls" not in arguments else False
 
 
 def _as_engine_type(name: str) -> EngineType:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import handle_import_warnings
-from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
+from vllm_omni.launch.supervisor import StageHealth
 from vllm_omni.metrics.logs import get_logger, is_quiet
 from vllm_omni.metrics.status_line import StatusLine, is_terminal
-from vllm_omni.orchestrator.supervisor import StageHealth
 
 logger = get_logger(__name__)
 

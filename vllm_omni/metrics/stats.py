@@ -47,15 +47,15 @@ class StageMetrics(msgspec.Struct, kw_only=True):
 
 class StageState(Enum):
     STARTING = "starting"
-    """Its process loads the model."""
+    """The process loads the model."""
     READY = "ready"
     """It takes requests."""
     UNRESPONSIVE = "unresponsive"
     """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
     RESTARTING = "restarting"
-    """Its process died, and the next one is due or loading."""
+    """The process died, and the next one is due or loading."""
     DEAD = "dead"
-    """Its process died too often; its requests fail until the next one is ready."""
+    """The process died too often; the stage's requests fail until the next one is ready."""
 
 
 @dataclass(frozen=True, slots=True)

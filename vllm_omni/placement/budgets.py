@@ -79,16 +79,17 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
 
 
 def _with_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> OmniStageConfig:
-    if stage.runtime.memory is None or not stage.runs_vllm:
+    argument = stage.kind.budget_argument
+    if stage.runtime.memory is None or argument is None:
         return stage
-    if stage.has_ray_workers and not isinstance(parse_memory(stage.runtime.memory), float):
+    if stage.kind.has_ray_workers and not isinstance(parse_memory(stage.runtime.memory), float):
         raise StageConfigError(
             f"{stage.label}: runtime.memory {stage.runtime.memory!r}: its workers have devices that Ray chooses; use "
             "a fraction of them"
         )
-    if not devices and not stage.has_ray_workers:
+    if not devices and not stage.kind.has_ray_workers:
         return stage
-    return _with_engine_args(stage, {"gpu_memory_utilization": _as_fraction(stage, devices)})
+    return _with_engine_args(stage, {argument: _as_fraction(stage, devices)})
 
 
 def _as_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> float:
@@ -112,19 +113,19 @@ def _total_memory(stage: OmniStageConfig, device: str) -> int:
 
 def _claims(instance: StageInstance, device: str) -> list[_Claim]:
     stage = instance.stage
-    if not stage.runs_vllm:
+    if (argument := stage.kind.budget_argument) is None:
         if stage.runtime.memory is None:
             return []
         return [_Claim(instance, device, _as_fraction(stage, [device]), "runtime.memory")]
-    fraction = _number(stage, "gpu_memory_utilization")
+    fraction = _number(stage, argument)
     if fraction is None:
         return [_Claim(instance, device, CacheConfig.gpu_memory_utilization, _DEFAULT)]
-    return [_Claim(instance, device, fraction, "gpu_memory_utilization, or runtime.memory")]
+    return [_Claim(instance, device, fraction, f"{argument}, or runtime.memory")]
 
 
 def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
     """A diffusion stage without a budget needs one for each vLLM stage on its device."""
-    if stage.kind != "DiT" or stage.runtime.memory is not None:
+    if not stage.kind.leaves_no_room or stage.runtime.memory is not None:
         return
     for claim in claims:
         if claim.source == _DEFAULT:
@@ -141,7 +142,8 @@ def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
 def _apply_on_cpu(config: PipelineConfig) -> PipelineConfig:
     _refuse_variable(config)
     config = config.with_stage_args([_with_kv_cache(stage) for stage in config.stage_args])
-    claims = [_kv_cache_claim(instance) for instance in config.instances.values() if instance.stage.kind == "AR"]
+    having_cache = [instance for instance in config.instances.values() if instance.stage.kind.is_autoregressive]
+    claims = [_kv_cache_claim(instance) for instance in having_cache]
     _check_sum(claims, _available_memory())
     return config
 
@@ -155,7 +157,7 @@ def _kv_cache_claim(instance: StageInstance) -> _Claim:
 
 def _with_kv_cache(stage: OmniStageConfig) -> OmniStageConfig:
     # A one-step stage has no KV cache.
-    if stage.runtime.memory is None or stage.kind != "AR":
+    if stage.runtime.memory is None or not stage.kind.is_autoregressive:
         return stage
     memory = parse_memory(stage.runtime.memory)
     size = memory if isinstance(memory, int) else int(memory * _machine_memory())

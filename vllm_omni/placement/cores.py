@@ -82,7 +82,7 @@ def _share(num_cores: int, instances: list[StageInstance]) -> int | None:
     """Threads of each replica that shares cores. With an accelerator torch decides."""
     if not current_platform.is_cpu() or not instances:
         return None
-    if len(instances) == 1 and instances[0].stage.runs_vllm:
+    if len(instances) == 1 and instances[0].stage.kind.spins:
         # Its threads spin between the steps' operations: on all cores they delay everything else.
         num_cores -= 1
     return _num_threads(max(1, num_cores // len(instances)))

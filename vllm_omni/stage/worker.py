@@ -14,11 +14,7 @@ from typing import NoReturn
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
-from vllm_omni.config.dit_config import parse_dit_config
-from vllm_omni.config.resources import parse_memory
-from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.distributed.locked_folder import hold
-from vllm_omni.function_stage import load_function_stage
 from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
@@ -28,12 +24,11 @@ from vllm_omni.placement.devices import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.placement.share import take_share
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
 from vllm_omni.stage.shell import StageShell
-from vllm_omni.stage.spec import RayWorkers, StageSpec
+from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.watchdog import Watchdog
 
 logger = get_logger(__name__)
 
-_FUNCTION_BATCH_SIZE = 8
 _SWITCH_INTERVAL_S = 0.0001
 """After which the engine's thread gives up the interpreter's lock, if the IO thread waits for it. With Python's 5 ms a
 first token waits for most of the next step."""
@@ -58,7 +53,7 @@ class HostedStage:
 
     def make_engine(self) -> None:
         stage = self.spec.stage
-        self.engine = make_stage_engine(stage, self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
+        self.engine = stage.kind.make_engine(self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
         self.engine.on_failure = partial(_exit_process, self._lifeline, f"{self.label}: a worker of its engine ended")
         self.engine.recorder = self._recorder
         io_timer = None
@@ -149,50 +144,3 @@ def _set_up_process(spec: StageSpec) -> None:
     bind_cores(spec.placement)
     if spec.stage.runtime.devices is not None:
         set_stage_gpu_devices(spec.stage.runtime.devices, spec.instance.label)  # type: ignore[arg-type]
-
-
-def make_stage_engine(
-    stage: OmniStageConfig,
-    model: str,
-    outbox: Outbox,
-    workers: RayWorkers | None = None,
-    log_stats: bool = False,
-) -> StageEngine:
-    """The engine of a stage, not started."""
-    # Engines are imported here: each stage loads only its own libraries.
-    if stage.runs_vllm:
-        from vllm_omni.stage.engines.llm import LLMStageEngine
-
-        kind, engine_args = stage.kind.lower(), stage.vllm_engine_args
-        return LLMStageEngine(
-            outbox,
-            stage.stage_id,
-            model,
-            kind,
-            engine_args,
-            workers,
-            log_stats,
-            transcribes=stage.transcribes,
-            sample_rate=stage.sample_rate,
-        )
-    if stage.kind == "function":
-        from vllm_omni.stage.engines.function import BatchFunctionStageEngine, FunctionStageEngine
-        from vllm_omni.stage.engines.function_stage import FunctionStageThreads
-
-        if (function_class := load_function_stage(stage)) is not None:
-            function = function_class(stage, stage.checkpoint(model))
-            return FunctionStageThreads(outbox, function, stage.runtime.max_batch_size or 1)
-        if stage.batch_function is not None:
-            batch_size = stage.runtime.max_batch_size or _FUNCTION_BATCH_SIZE
-            return BatchFunctionStageEngine(outbox, stage.stage_id, stage.batch_function, batch_size)
-        assert stage.function is not None
-        return FunctionStageEngine(outbox, stage.stage_id, stage.function)
-    if stage.kind == "fake":
-        from vllm_omni.stage.engines.fake import FakeStageEngine
-
-        return FakeStageEngine(outbox, stage.stage_id, stage.name)
-    from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
-
-    config = parse_dit_config(stage.dit_engine_args, stage.label)
-    memory = None if stage.runtime.memory is None else parse_memory(stage.runtime.memory)
-    return DiffusionStageEngine(outbox, stage.stage_id, model, config, memory)

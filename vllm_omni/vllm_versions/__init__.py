@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the supported versions of vLLM: names that have moved, and classes where the behaviour changed.
+"""What differs between the supported versions of vLLM: names that have moved, classes where the behaviour changed, and
+what has passed on a GPU.
 
 Each version has a folder with the same modules and names. Here all of them are those of the installed version, imported
 at first use: nothing else of ours depends on a version. `docs/upgrading_vllm.md` tells how one is added.
@@ -9,13 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_omni.vllm_versions.v0_32.gpu import PASSED_ON_GPU
     from vllm_omni.vllm_versions.v0_32.names import MM_PARSER_MAP, UNSUPPORTED_FLAGS, VLLM_SUBCMD_PARSER_EPILOG
     from vllm_omni.vllm_versions.v0_32.workers import CPULoRARunner
 
-__all__ = ["MM_PARSER_MAP", "UNSUPPORTED_FLAGS", "VLLM_SUBCMD_PARSER_EPILOG", "CPULoRARunner"]
+__all__ = ["MM_PARSER_MAP", "PASSED_ON_GPU", "UNSUPPORTED_FLAGS", "VLLM_SUBCMD_PARSER_EPILOG", "CPULoRARunner"]
 
 _MODULES = {
     "MM_PARSER_MAP": "names",
+    "PASSED_ON_GPU": "gpu",
     "UNSUPPORTED_FLAGS": "names",
     "VLLM_SUBCMD_PARSER_EPILOG": "names",
     "CPULoRARunner": "workers",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_omni.entrypoints.cli import demo, demo_talk
-from vllm_omni.entrypoints.cli.demo_results import Answer, DemoResult, Verdict, write_page
+from vllm_omni.entrypoints.cli.demo_results import DemoAnswer, DemoResult, Verdict, write_page
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 
@@ -49,7 +49,7 @@ def test_an_answer_is_right_only_if_it_is_whole_and_judged(
     is_clear: bool,
     verdict: Verdict,
 ) -> None:
-    answer = Answer(text, torch.zeros(2400), 0.1, 0.2, is_cut, OUTPUT)
+    answer = DemoAnswer(text, torch.zeros(2400), 0.1, 0.2, is_cut, OUTPUT)
     monkeypatch.setattr(demo_talk, "require_packages", lambda: None)
     monkeypatch.setattr(demo_talk, "OmniLLM", lambda *args, **options: nullcontext())
     monkeypatch.setattr(demo_talk, "stream_answer", lambda omni, sentence: answer)

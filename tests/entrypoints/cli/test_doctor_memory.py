@@ -25,9 +25,9 @@ def fake_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(config: PipelineConfig, stage: Any, model: str) -> StageNeeds | None:
         if stage.name == "f":
             raise StageConfigError("no such thing")
-        if stage.kind == "DiT":
+        if stage.kind.name == "DiT":
             return StageNeeds(weights=10 * GIB, activations=None)
-        return NEEDS if stage.runs_vllm else None
+        return NEEDS if stage.kind.params == "sampling" else None
 
     monkeypatch.setattr(doctor_memory, "stage_needs", needs)
 

@@ -15,9 +15,9 @@ gr = pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
 
 from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
     STOPPED,
-    Answer,
+    ChatAnswer,
+    ChatState,
     ChatTab,
-    Conversation,
     _show_heard,
     _stop,
 )
@@ -116,9 +116,9 @@ def delta(text: str | None = None, sound: str | None = None) -> SimpleNamespace:
 
 
 def test_a_stopped_answer_is_marked_and_the_model_does_not_read_the_mark(tmp_path: Path) -> None:
-    conversation = Conversation()
+    conversation = ChatState()
     conversation.ask("Why?", [])
-    answer = conversation.answer = Answer(conversation, LiveSounds(), str(tmp_path))
+    answer = conversation.answer = ChatAnswer(conversation, LiveSounds(), str(tmp_path))
     was_answering = conversation.is_answering
     answer.add(delta("Because", "AAAA"))
     heard = _stop(conversation)
@@ -134,9 +134,9 @@ def test_a_stopped_answer_is_marked_and_the_model_does_not_read_the_mark(tmp_pat
 
 
 def test_a_complete_answer_is_not_marked_and_its_sound_has_one_place(tmp_path: Path) -> None:
-    conversation = Conversation()
+    conversation = ChatState()
     conversation.ask("Why?", [])
-    answer = conversation.answer = Answer(conversation, LiveSounds(), str(tmp_path))
+    answer = conversation.answer = ChatAnswer(conversation, LiveSounds(), str(tmp_path))
     answer.add(delta("Because.", "AAAA"))
     assert _show_heard(conversation)[0] is not conversation.shown  # It still arrives.
     answer.finish()
@@ -151,7 +151,7 @@ def test_a_file_that_the_model_does_not_read_is_refused_with_its_message(tmp_pat
     assert "file_types" not in box and box["sources"] == ["upload", "microphone"]
     with gr.Blocks():
         tab = ChatTab(SERVER, OMNI, LiveSounds())
-    conversation = Conversation()
+    conversation = ChatState()
 
     async def send(file: str) -> None:
         message = {"text": "What is it?", "files": [str(tmp_path / file)]}
@@ -185,7 +185,7 @@ def test_sends_only_the_sampling_that_was_changed() -> None:
 def test_a_chat_asks_for_the_outputs_and_the_voice_that_were_chosen() -> None:
     with gr.Blocks():
         tab = ChatTab(SERVER, OMNI, LiveSounds())
-    conversation = Conversation()
+    conversation = ChatState()
     conversation.ask("Why?", [])
     spoken = tab._request(conversation, ["text", "audio"], "ben", "Be kind.", False, None)
     assert spoken["modalities"] == ["text", "audio"] and spoken["audio"] == {"format": "mp3", "voice": "ben"}

@@ -149,7 +149,7 @@ class OmniArgumentParser(FlexibleArgumentParser):
         super().error(message)
 
     def _all_actions(self) -> list[argparse.Action]:
-        """Those of subcommands too: argparse reports an unknown flag in the parser of the whole command line."""
+        """The flags of this parser and of its subcommands, whose unknown flags argparse reports in this one."""
         actions = list(self._actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):

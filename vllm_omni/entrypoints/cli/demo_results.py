@@ -50,7 +50,7 @@ _NEXT = """<h2>Next</h2>
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """
     Attributes:
         speech: float32 `[samples]`, 24 kHz.
@@ -68,7 +68,7 @@ class Answer:
     output: OmniRequestOutput
 
 
-def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options: Any) -> Answer:
+def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options: Any) -> DemoAnswer:
     """Prints the text while it is generated."""
     started, first_audio = time.perf_counter(), 0.0
     messages: list[Any] = [{"role": "user", "content": content}]
@@ -82,7 +82,7 @@ def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options:
     print()
     assert isinstance(event, CompletedEvent)
     text, speech = event.outputs
-    return Answer(
+    return DemoAnswer(
         text=text.outputs[0].text,
         speech=speech.multimodal_output["audio"],
         first_audio=first_audio,

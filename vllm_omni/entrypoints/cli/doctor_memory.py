@@ -160,9 +160,9 @@ def _budget(stage: OmniStageConfig, devices: Sequence[int], machine: Machine) ->
     if stage.runtime.memory is not None:
         memory = parse_memory(stage.runtime.memory)
         return memory if isinstance(memory, int) else int(memory * size)
-    if not stage.runs_vllm:
+    if (argument := stage.kind.budget_argument) is None:
         return None
-    return int(stage.engine_args.get("gpu_memory_utilization", CacheConfig.gpu_memory_utilization) * size)
+    return int(stage.engine_args.get(argument, CacheConfig.gpu_memory_utilization) * size)
 
 
 def _problems(stages: Sequence[StagePlan], machine: Machine) -> Iterator[str]:
@@ -191,7 +191,8 @@ def _shortage(plan: StagePlan) -> str:
     if plan.room:
         message += f"lower {flag}.max_model_len (its KV cache has room for {plan.room:,} tokens), or "
     message += f"raise its budget ({flag}.runtime.memory), or use several devices (tensor_parallel_size)"
-    return message + (f", or fewer bits ({flag}.quantization fp8)" if plan.stage.runs_vllm else "")
+    quantization = plan.stage.kind.quantization
+    return message + (f", or fewer bits ({flag}.quantization {quantization})" if quantization else "")
 
 
 def as_table(plan: MemoryPlan) -> str:
@@ -245,7 +246,7 @@ def check_model(
             read = read_pipeline(args)
     except (StageConfigError, UsageError) as error:
         return None, [Finding("FAIL", "configuration", str(error))]
-    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.with_arguments.stage_args)
+    names = ", ".join(f"{stage.name} ({stage.kind.name})" for stage in read.with_arguments.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
     planner = MemoryPlanner(read.with_checkpoints, args.model)
     if devices is not None:

@@ -24,7 +24,6 @@ from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
 from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, SERVE_USAGE
 from vllm_omni.entrypoints.cli_args import byte_size
-from vllm_omni.entrypoints.function_parameters import load_function_parameters
 from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.voices import Voices
@@ -32,9 +31,10 @@ from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
 from vllm_omni.extras import install_command
+from vllm_omni.kinds.parameters import load_function_parameters
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_loudly, log_quietly
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
-from vllm_omni.orchestrator.fork_server import ForkServer
 
 OPTIONS = {field.name for field in dataclasses.fields(PipelineOptions)}
 # Engine arguments that apply to the server here, or to the whole pipeline.

@@ -172,7 +172,7 @@ class ChatMedia:
         speaking = [
             stage.stage_id
             for stage in self._config.stage_args
-            if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
+            if stage.kind.is_autoregressive and not stage.final_output and not stage.is_comprehension
         ]
         metrics = event.outputs[0].stage_metrics
         audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in speaking)

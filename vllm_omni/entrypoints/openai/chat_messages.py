@@ -66,10 +66,11 @@ def _read_content(content: Any, where: str) -> Any:
         return content
     if not isinstance(content, list):
         raise _refusal(where, f"must be a string or a list of parts, not {_kind(content)}")
-    return [_read_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return [read_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
-def _read_part(part: Any, where: str) -> Any:
+def read_part(part: Any, where: str) -> Any:
+    """One part of a message's content; see `read_messages`."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):

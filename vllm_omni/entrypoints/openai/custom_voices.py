@@ -54,13 +54,15 @@ class VoiceRequest(RequestModel):
     type: Literal["audio_sample"] = Field("audio_sample", description="Voices are made of recordings only.")
 
 
-class Voice(BaseModel):
+class ListedVoice(BaseModel):
     id: str = Field(description="What a request names.", examples=["ethan"])
     name: str = Field(description="What a person reads; the same.", examples=["ethan"])
 
 
 class VoiceList(BaseModel):
-    voices: list[Voice] = Field(description="The model's voices, the default one first; empty if there is no choice.")
+    voices: list[ListedVoice] = Field(
+        description="The model's voices, the default one first; empty if there is no choice."
+    )
     voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
     uploaded_voices: list[CustomVoice] = Field(description="The voices that this API key has uploaded, oldest first.")
 
@@ -135,7 +137,7 @@ async def list_voices(raw_request: Request) -> VoiceList:
     voices = state.engine_client.voices
     handler = state.omni_handlers.get("audio")
     uploaded = [] if handler is None else handler.custom_voices.store.voices(RequestContext.of(raw_request).owner)
-    own = [Voice(id=name, name=name) for name in voices.names]
+    own = [ListedVoice(id=name, name=name) for name in voices.names]
     return VoiceList(voices=own, voice_map=voices.map, uploaded_voices=uploaded)
 
 

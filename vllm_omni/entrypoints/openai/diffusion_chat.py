@@ -46,7 +46,7 @@ _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prom
 
 def can_chat(stage: OmniStageConfig) -> bool:
     """Whether a final stage answers a chat whose messages no stage reads: a diffusion model, with what it paints."""
-    return stage.kind == "DiT"
+    return stage.kind.params == "diffusion"
 
 
 class DiffusionChat(DiffusionEndpoint):

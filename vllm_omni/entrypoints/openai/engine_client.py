@@ -28,7 +28,7 @@ from vllm.v1.metrics.stats import RequestStateStats
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
 from vllm_omni.entrypoints.openai.stage_params import check_grammar
 from vllm_omni.entrypoints.openai.voices import Voices
@@ -49,7 +49,7 @@ _READ_BY_VLLM = {
 }  # fmt: skip
 
 
-class Gate:
+class DrainGuard:
     """Counts the requests that a server runs; a shutdown closes it and waits until they have ended.
 
     The event loop enters it for each request, another thread closes it.
@@ -64,7 +64,7 @@ class Gate:
     def check(self) -> None:
         """
         Raises:
-            PipelineClosedError: The gate is closed.
+            PipelineClosedError: It is closed.
         """
         if self.is_closed:
             raise PipelineClosedError("the server is shutting down; send the request to another one")
@@ -186,7 +186,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
         self.voices = Voices(llm.voices, voice_map or {})
         self.recent = RecentRequests()
         self.limits = RequestLimits()
-        self._gate = Gate()
+        self._drain_guard = DrainGuard()
         self._shutdown_timeout = shutdown_timeout
         self.stage = llm.builder.prompt_stage
         if self.stage is not None:
@@ -227,12 +227,12 @@ class OmniEngineClient(_UnsupportedEngineClient):
         started, context = time.monotonic(), RequestContext.current()
         self._check_grammars(sampling_params_list, request_id)
         fields = {**(options.pop("request_fields", None) or {}), "owner": context.owner.hex()}
-        with self._gate:
+        with self._drain_guard:
             events = self.llm.generate(
                 prompt,
                 sampling_params_list,
                 request_id,
-                hold=context.hold,
+                release_when_sent=context.release_when_sent,
                 place=context.take_place(),
                 request_fields=fields,
                 **options,
@@ -299,7 +299,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
                 "reasoning_parser_kwargs": reasoning_parser_kwargs,
             },
         )
-        outputs = Peekable(self._outputs(events, prompt, request_id, is_delta, options.has_media))
+        outputs = PrefetchedStream(self._outputs(events, prompt, request_id, is_delta, options.has_media))
         context.outputs.append(outputs)
         return outputs
 
@@ -366,7 +366,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
     @property
     def is_stopped(self) -> bool:
         """No new requests are accepted; some may still run."""
-        return self._gate.is_closed or not self.llm.is_open
+        return self._drain_guard.is_closed or not self.llm.is_open
 
     @property
     def errored(self) -> bool:
@@ -392,7 +392,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
             PipelineFullError: The queue is full.
             PipelineClosedError: The server is shutting down.
         """
-        self._gate.check()
+        self._drain_guard.check()
         if n > self.limits.max_n:
             raise VLLMValidationError(
                 f"n is {n}; a request may have at most {self.limits.max_n} ({flag('max_n')})", parameter="n", value=n
@@ -437,12 +437,12 @@ class OmniEngineClient(_UnsupportedEngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuses new requests, waits up to `shutdown_timeout` for running ones, and stops all stages. Blocks."""
-        self._gate.close(self._shutdown_timeout)
+        self._drain_guard.close(self._shutdown_timeout)
         self.llm.close()
 
     def cancel_wait(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
-        self._gate.cancel_wait()
+        self._drain_guard.cancel_wait()
 
     async def reset_mm_cache(self) -> None:
         """There is none: media is preprocessed once, and no cache is shared with a stage's process."""

@@ -94,7 +94,7 @@ class RequestContext:
     media_tokens: MediaTokens | None = None
     reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
-    outputs: list[Peekable[Any]] = field(default_factory=list)
+    outputs: list[PrefetchedStream[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
@@ -135,7 +135,7 @@ class RequestContext:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While this block sends the answer, the request holds a slot of the pipeline, see `hold`."""
+        """While this block sends the answer, the request holds a slot of the pipeline, see `release_when_sent`."""
         self._release = _nothing
         try:
             yield
@@ -155,7 +155,7 @@ class RequestContext:
         place, self.place = self.place, None
         return place
 
-    def hold(self, release: Callable[[], None]) -> None:
+    def release_when_sent(self, release: Callable[[], None]) -> None:
         """Has a slot of the pipeline released when the answer has been sent, or at once if there is none to send.
 
         One slot is enough for one answer: another one that was held before is released.
@@ -202,7 +202,7 @@ def _nothing() -> None:
 _current: ContextVar[RequestContext] = ContextVar("request_context")
 
 
-class Peekable(AsyncGenerator[Item, None], Generic[Item]):
+class PrefetchedStream(AsyncGenerator[Item, None], Generic[Item]):
     """An async generator whose first item can be awaited before it is read. Closing it closes the generator."""
 
     def __init__(self, items: AsyncGenerator[Item, None]) -> None:
@@ -231,11 +231,11 @@ class Peekable(AsyncGenerator[Item, None], Generic[Item]):
         await self._items.aclose()
 
 
-async def started(items: AsyncGenerator[Item, None]) -> Peekable[Item]:
+async def started(items: AsyncGenerator[Item, None]) -> PrefetchedStream[Item]:
     """Returns these items as soon as there is a first one: errors before it have an HTTP status."""
-    peekable = Peekable(items)
-    await peekable.peek()
-    return peekable
+    stream = PrefetchedStream(items)
+    await stream.peek()
+    return stream
 
 
 def model_route(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -35,9 +35,9 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
 from vllm_omni.metrics.status_line import clear_line
-from vllm_omni.orchestrator.fork_server import ForkServer
 
 logger = logging.getLogger("vllm.omni.server")
 

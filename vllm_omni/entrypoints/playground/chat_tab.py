@@ -23,7 +23,7 @@ _PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
 @dataclass
-class Conversation:
+class ChatState:
     """One visitor's.
 
     Attributes:
@@ -35,7 +35,7 @@ class Conversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)
-    answer: "Answer | None" = None
+    answer: "ChatAnswer | None" = None
     last_id: str = ""
 
     @property
@@ -61,7 +61,7 @@ class Conversation:
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One answer, while it arrives.
 
     Attributes:
@@ -71,7 +71,7 @@ class Answer:
         started: When it was requested, in `time.monotonic()` seconds.
     """
 
-    conversation: Conversation
+    conversation: ChatState
     sounds: LiveSounds
     cache: str
     sound: LiveSound | None = None
@@ -140,13 +140,13 @@ class Answer:
 class ChatTab:
     """
     Attributes:
-        conversation: The state that has the visitor's `Conversation`.
+        conversation: The state that has the visitor's `ChatState`.
     """
 
     def __init__(self, server: Server, description: Description, sounds: LiveSounds) -> None:
         """Adds the components to the page."""
         self._server, self._description, self._sounds = server, description, sounds
-        self.conversation = gr.State(Conversation())
+        self.conversation = gr.State(ChatState())
         self._chat = gr.Chatbot(
             label="Chat",
             height="55vh",
@@ -180,7 +180,7 @@ class ChatTab:
         self._player.stop(_show_heard, self.conversation, heard, **SILENT)
         gr.on(
             [clear.click, self._chat.clear],
-            lambda: (Conversation(), [], "", DISABLED),
+            lambda: (ChatState(), [], "", DISABLED),
             None,
             [self.conversation, *heard, stop],
             cancels=running,
@@ -217,7 +217,7 @@ class ChatTab:
     async def _respond(
         self,
         message: dict[str, Any],
-        conversation: Conversation,
+        conversation: ChatState,
         outputs: list[str],
         voice: str,
         system: str,
@@ -237,7 +237,7 @@ class ChatTab:
             conversation.answer.stop()
             conversation.answer.show_sound()
         conversation.ask(text, files)
-        answer = conversation.answer = Answer(conversation, self._sounds, self._chat.GRADIO_CACHE)
+        answer = conversation.answer = ChatAnswer(conversation, self._sounds, self._chat.GRADIO_CACHE)
         request = self._request(conversation, outputs, voice, system, use_audio_in_video, changed)
         yield conversation.shown, "", {"text": "", "files": []}
         shown_sound: LiveSound | None = None
@@ -265,7 +265,7 @@ class ChatTab:
 
     def _request(
         self,
-        conversation: Conversation,
+        conversation: ChatState,
         outputs: list[str],
         voice: str,
         system: str,
@@ -293,7 +293,7 @@ def _read_example(selected: gr.SelectData) -> dict[str, Any]:
     return {"text": selected.value["text"], "files": [file["path"] for file in selected.value.get("files") or []]}
 
 
-def _stop(conversation: Conversation) -> tuple[Any, str]:
+def _stop(conversation: ChatState) -> tuple[Any, str]:
     """Ends the answer: the chat has what has arrived, and the player nothing."""
     if conversation.answer is not None:
         conversation.answer.stop()
@@ -301,6 +301,6 @@ def _stop(conversation: Conversation) -> tuple[Any, str]:
     return conversation.shown, ""
 
 
-def _show_heard(conversation: Conversation) -> tuple[Any, Any]:
+def _show_heard(conversation: ChatState) -> tuple[Any, Any]:
     """Moves speech that was heard from the player to the chat, so that it has one place."""
     return (gr.skip(), gr.skip()) if conversation.is_answering else _stop(conversation)

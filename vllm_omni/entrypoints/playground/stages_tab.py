@@ -12,7 +12,7 @@ import gradio as gr
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni.entrypoints.playground.chat_tab import Conversation
+from vllm_omni.entrypoints.playground.chat_tab import ChatState
 from vllm_omni.entrypoints.playground.client import FAILURES, Server
 from vllm_omni.entrypoints.playground.stop_button import SILENT
 
@@ -103,7 +103,7 @@ class StagesTab:
         note = "" if now.stages else "The server has no metrics (`--disable-log-stats`)."
         return cards_of(states, history), note, history
 
-    async def _last(self, conversation: Conversation, history: list[Snapshot]) -> str:
+    async def _last(self, conversation: ChatState, history: list[Snapshot]) -> str:
         if conversation.is_answering and conversation.answer is not None:
             return timeline_of(times_so_far(history, conversation.answer.started))
         if not conversation.last_id:

@@ -212,7 +212,7 @@ class LLMStageEngine(StageEngine):
             elif is_suspect:
                 request.num_retries += 1
                 for engine_id in batch.keys() & set(request.engine_ids):
-                    self._engine.quarantine(engine_id, batch[engine_id])
+                    self._engine.isolate(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.
 

@@ -58,7 +58,7 @@ class Sound:
 
     @property
     def url(self) -> str:
-        """Its address in messages; where another connector of vLLM's reads these, the sound itself, as a WAV file."""
+        """The sound's address in messages; where another connector of vLLM's reads these, a WAV file of it."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
         pcm = self.samples.astype("<i2").tobytes()
@@ -84,7 +84,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """Its address in messages; where another connector of vLLM's reads these, the file itself."""
+        """The file's address in messages; where another connector of vLLM's reads these, the file itself."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
         return "data:image;base64," + _base64(self.file)

@@ -43,7 +43,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
 
 
 class InputTranscriptions:
-    """Those of one session."""
+    """The transcriptions of one session's input."""
 
     def __init__(self, session: SessionContext, model: str) -> None:
         """

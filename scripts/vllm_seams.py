@@ -44,17 +44,21 @@ VERSIONS = "vllm_omni.vllm_versions"
 """Has a package for each version; only that of the analysed version counts."""
 
 CALLED = (
+    "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
     "vllm.model_executor.model_loader.weight_utils:filter_safetensors_files_by_weight_name",
     "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.forward",
     "vllm.parser.abstract_parser:Parser.parse_delta",
+    "vllm.renderers:BaseRenderer._mm_processor_only_cache",
     "vllm.renderers:BaseRenderer.render_cmpl",
     "vllm.renderers:BaseRenderer.shutdown",
+    "vllm.sampling_params:StructuredOutputsParams._backend",
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher",
     "vllm.v1.engine.core:EngineCore.reset_encoder_cache",
     "vllm.v1.engine.core_client:InprocClient.add_request",
     "vllm.v1.engine.core_client:InprocClient.shutdown",
+    "vllm.v1.structured_output.request:StructuredOutputRequest._grammar",
     "vllm.v1.worker.gpu.block_table:BlockTables.apply_staged_writes",
     "vllm.v1.worker.gpu.model_states.interface:ModelState.apply_staged_writes",
     "vllm.v1.worker.gpu.sample.sampler:Sampler.apply_staged_writes",
@@ -454,8 +458,7 @@ class Seams:
             seam = f"{name_for(made, owner)}.{name}"
             self.users[seam].add(self._user)
             if seam not in self.found["overrides"]:
-                value = f"({parameters(node)})" if isinstance(node, Function) else "attribute"
-                self.found["attributes"][seam] = value
+                self.found["attributes"][seam] = as_attribute(node)
 
     def _call(self, name: str) -> None:
         module, _, path = name.partition(":")
@@ -464,7 +467,7 @@ class Seams:
             self._add("imports", name, self._describe(module, owner))
             return
         node = self._member(name)
-        self._add("attributes", name, f"({parameters(node)})" if isinstance(node, Function) else "gone")
+        self._add("attributes", name, "gone" if node is None else as_attribute(node))
 
     def _member(self, seam: str) -> ast.AST | None:
         module, _, path = seam.partition(":")
@@ -497,6 +500,10 @@ class Seams:
 def name_for(made: type, owner: type) -> str:
     """The first class of vLLM that `made` is, and that inherits what `owner` has: the name that we know it by."""
     return str(definition_of(next(base for base in of_vllm(made) if issubclass(base, owner))))
+
+
+def as_attribute(node: ast.AST) -> str:
+    return f"({parameters(node)})" if isinstance(node, Function) else "attribute"
 
 
 def is_field(node: ast.AST) -> bool:

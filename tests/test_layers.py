@@ -43,6 +43,7 @@ ORDER = (
     "config",
     "vllm_requirement",
     "vllm_versions",
+    "vllm_protocol",
     "extras",
     "errors",
     "testing",  # imports nothing of ours but the declarations of models

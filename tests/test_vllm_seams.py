@@ -4,6 +4,7 @@
 So an incompatible vLLM fails here and not at run time: docs/upgrading_vllm.md says how one is taken.
 """
 
+import ast
 import importlib.util
 import re
 import runpy
@@ -20,6 +21,12 @@ PAGE = (ROOT / "docs" / "upgrading_vllm.md").read_text()
 WRITE = "make seams"
 ONLY_IN_ONE = {"vllm.v1.outputs:AsyncModelRunnerOutput.get_kv_connector_output"}
 """Methods that we have for the versions that call them."""
+
+MOVING = ("vllm.entrypoints.", "vllm.renderers")
+"""Packages that vLLM rearranges: in 0.33, all names that we import and that are elsewhere were of these."""
+
+NOT_VLLMS = {"_actions", "_from_config"}
+"""Private names of argparse and transformers, which vLLM's code has, too."""
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +70,40 @@ def test_each_override_takes_the_arguments_of_each_version(version, seams):
     assert SCRIPT.not_taken(seams, SCRIPT.read_data(version)) == []
 
 
-def test_each_private_name_has_a_reason(seams):
+def test_one_module_takes_each_name_that_may_move(seams):
+    users = {seam: seams.users[seam] for seam in seams.found["imports"] if seam.startswith(MOVING)}
+    assert len(users) > 30
+    assert {seam: sorted(files) for seam, files in users.items() if len(files) > 1} == {}
+
+
+def test_each_private_name_has_a_reason(universe, seams):
     """They change without a word: docs/upgrading_vllm.md says why each is used."""
-    names = {re.split(r"[.:]", seam)[-1] for seam in SCRIPT.all_of(seams.found)}
-    private = {name for name in names if name.startswith("_") and not name.startswith("__")}
+    names = {re.split(r"[.:]", seam)[-1] for seam in SCRIPT.all_of(seams.found)} | read_of_objects(universe)
+    private = set(filter(is_private, names))
     rows = re.findall(r"^\| ((?:`_\w+`(?:, )?)+) \|", PAGE, re.MULTILINE)
     assert private == set(re.findall(r"\w+", " ".join(rows)))
+
+
+def read_of_objects(universe) -> set[str]:
+    """Private names that our code reads of objects of any class, and that vLLM defines while we do not."""
+    nodes = [node for _, module in universe.ours() for node in module.nodes]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1]
+    read = {it.attr for it in attributes if isinstance(it.ctx, ast.Load)}
+    read |= {SCRIPT.text_of(it.args[1]) or "" for it in calls if getattr(it.func, "id", "") == "getattr"}
+    defined = {it.attr for it in attributes if isinstance(it.ctx, ast.Store)}
+    defined |= {name for node in nodes if isinstance(node, ast.stmt) for name in SCRIPT.defined_names(node)}
+    return set(filter(is_private, read - defined)) & defined_by_vllm() - NOT_VLLMS
+
+
+def defined_by_vllm() -> set[str]:
+    definition = re.compile(r"(?:\bdef |[\w)\]]\.|^ +)(_[a-z]\w*)(?:\(|\s*(?::[^=\n]+)?=[^=])", re.MULTILINE)
+    folder = Path(importlib.util.find_spec("vllm").origin).parent
+    return {name for path in folder.rglob("*.py") for name in definition.findall(path.read_text())}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 def test_each_object_that_becomes_one_of_ours_has_a_reason():

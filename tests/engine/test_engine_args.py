@@ -292,6 +292,15 @@ class TestModelRunner:
         monkeypatch.setenv(self.VARIABLE, "0")
         assert not self.use_v2(tiny_qwen3)
 
+    def test_text_with_marks_takes_v2(self, tiny_qwen3, overlap, monkeypatch):
+        """vLLM's V1 would leave them out without a word."""
+        monkeypatch.setattr(engine_args, "PASSED_ON_GPU", frozenset())
+        marks = {"watermark_config": {"key": 7}}
+        assert self.use_v2(tiny_qwen3, **marks)
+        for arguments in ({"async_scheduling": False}, {"engine_output_type": "latent"}):
+            with pytest.raises(StageConfigError, match="watermark_config: only vLLM's V2 model runner marks text"):
+                self.use_v2(tiny_qwen3, **marks, **arguments)
+
     def test_it_brings_its_schedule(self, tiny_qwen3, overlap, chosen, monkeypatch):
         """It has no other, whatever has passed."""
         monkeypatch.setattr(engine_args, "PASSED_ON_GPU", frozenset())

@@ -166,6 +166,10 @@ class StageEngineArgs(EngineArgs):
             config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
         # vLLM's function builds its own class, which reads the environment for it, and has no argument.
         config.__class__ = V2RunnerConfig if is_async and _can_use_v2_runner(config) else V1RunnerConfig
+        if config.watermark_config is not None and not config.use_v2_model_runner:
+            raise StageConfigError(
+                "watermark_config: only vLLM's V2 model runner marks text, and this stage cannot have it; remove it"
+            )
         return config
 
 
@@ -184,11 +188,12 @@ def _check_block_size(config: VllmConfig) -> None:
 
 
 def _can_use_v2_runner(config: VllmConfig) -> bool:
-    """Whether V2 is chosen, vLLM would take it, and the stage needs nothing that only our model runners have.
+    """Whether V2 is chosen, or text is marked, for which vLLM takes it; and the stage needs nothing that only our model
+    runners have.
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
-    if not _is_v2_chosen():
+    if not _is_v2_chosen(config.watermark_config):
         return False
     with _runner_in_environment(None):
         would_take = config.use_v2_model_runner
@@ -202,9 +207,10 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
     )
 
 
-def _is_v2_chosen() -> bool:
+def _is_v2_chosen(watermark_config: Any) -> bool:
+    """V1 does not mark text, so vLLM takes V2 for that whatever is chosen."""
     chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    return "v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen
+    return watermark_config is not None or ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen)
 
 
 @contextmanager
@@ -320,7 +326,7 @@ def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) ->
     if settings.emits_rows:
         has_passed = "async_rows" in PASSED_ON_GPU
     else:
-        has_passed = "async_text" in PASSED_ON_GPU or _is_v2_chosen()
+        has_passed = "async_text" in PASSED_ON_GPU or _is_v2_chosen(arguments.get("watermark_config"))
     return None if is_text and is_plain and has_passed and "scheduler_cls" not in arguments else False
 
 

@@ -17,7 +17,6 @@ import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
@@ -29,7 +28,7 @@ from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.function_stage import CALLER, SOUND_RATE
-from vllm_omni.inputs import OmniPrompt, StageRequest
+from vllm_omni.inputs import ChatParams, OmniPrompt, StageRequest
 from vllm_omni.kinds.parameters import FunctionParameters, load_function_parameters
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors, read_sound, read_text

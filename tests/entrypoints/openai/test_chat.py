@@ -156,6 +156,21 @@ def test_a_streamed_answer_is_not_kept(showing: AsyncOmniLLM, monkeypatch: pytes
     assert num_tokens[0] < num_tokens[1] == 6, "only the last output was kept"
 
 
+def test_an_answer_has_the_times_of_its_request(showing: AsyncOmniLLM) -> None:
+    flag = "--enable-per-request-metrics"
+    assert chat(showing).json().get("metrics") is None
+    whole = chat(showing, flags=[flag]).json()["metrics"]
+    assert whole["queue_time_ms"] >= 0 and whole["tokens_per_second"] > 0
+    options = {"include_usage": True}
+    lines = chat(showing, flags=[flag], stream=True, stream_options=options).text.split("\n\n")
+    *_, end = [httpx.Response(200, text=line[6:]).json() for line in lines if line.startswith("data: {")]
+    streamed = end["metrics"]
+    assert 0 < streamed["mean_itl_ms"] < streamed["generation_time_ms"]
+    assert streamed["time_to_first_token_ms"] > 0
+    completion = chat(showing, "/v1/completions", [flag], messages=None, prompt="a hen").json()
+    assert completion["metrics"]["tokens_per_second"] > 0
+
+
 def test_a_pipeline_without_final_text_answers_with_the_image(silent: AsyncOmniLLM, showing: AsyncOmniLLM) -> None:
     (choice,) = chat(silent).json()["choices"]
     assert choice["message"]["content"] is None

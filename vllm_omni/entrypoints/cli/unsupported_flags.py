@@ -33,7 +33,7 @@ _REASONS = {
         sleep_preserve_parameter_names profiler_config""",
     "engines report through the pipeline's own metrics (docs/observability.md); leave it out": """
         enable_logging_iteration_details kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics
-        show_hidden_metrics_for_version per_request_spec_decode_metrics enable_per_request_metrics""",
+        show_hidden_metrics_for_version per_request_spec_decode_metrics""",
     "set runtime.ar in the stage configuration: how often a stage sends text": "stream_interval",
 }
 _REASON_BY_NAME = {name: reason for reason, names in _REASONS.items() for name in names.split()} | UNSUPPORTED_FLAGS

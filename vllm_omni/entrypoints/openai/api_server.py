@@ -16,7 +16,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
@@ -45,6 +45,7 @@ from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
+from vllm_omni.vllm_protocol import ErrorResponse
 
 OWN_PATHS = frozenset(
     {

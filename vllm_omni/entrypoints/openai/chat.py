@@ -17,20 +17,15 @@ from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    BatchChatCompletionRequest,
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-)
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion as vllm_create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
-from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
@@ -52,6 +47,7 @@ from vllm_omni.entrypoints.openai.stage_params import (
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import VOICE_FIELD, ReplyParsers, SpokenText
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 
@@ -188,7 +184,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         """Completes what `from_vllm` returned."""
         self.default_modalities = default_modalities
         self.transcripts = Transcripts()
-        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer, self.client))
+        self.online_renderer = cast(Any, _Renderer(self.online_renderer, self.client))
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -256,7 +252,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 class _Renderer:
     """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client, and has tokens of media counted."""
 
-    def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
+    def __init__(self, renderer: Any, client: OmniEngineClient) -> None:
         self._renderer = renderer
         processor = client.renderer.mm_processor
         self._media_tokens = None
@@ -278,9 +274,7 @@ class _Renderer:
             return await renderer.render_responses(request, **history)
 
     @contextmanager
-    def _renderer_for(
-        self, request: ChatCompletionRequest | ResponsesRequest, parameter: str
-    ) -> Iterator[OnlineRenderer]:
+    def _renderer_for(self, request: ChatCompletionRequest | ResponsesRequest, parameter: str) -> Iterator[Any]:
         mm_kwargs = request.mm_processor_kwargs or {}
         is_harmless = set(mm_kwargs) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
         context = RequestContext.current()

@@ -21,9 +21,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
+from vllm.v1.metrics.stats import RequestStateStats
 
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
@@ -193,7 +193,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
             self.input_processor: OmniInputProcessor = llm.builder.input_processors[self.stage.stage_id]
             self.vllm_config: VllmConfig = self.input_processor.vllm_config
             self.model_config: ModelConfig = self.vllm_config.model_config
-            self.renderer: BaseRenderer = self.input_processor.renderer
+            self.renderer = self.input_processor.renderer
             self.default_sampling_params = dict(llm.builder.default_values(self.stage))
         else:
             self.vllm_config = VllmConfig()
@@ -325,14 +325,22 @@ class OmniEngineClient(_UnsupportedEngineClient):
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
         prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
+        output: RequestOutput | None = None
         try:
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                        yield _delta_output(event, request_id, prompt_token_ids)
+                        output = _delta_output(event, request_id, prompt_token_ids)
+                        yield output
                         continue
-                    if isinstance(event, CompletedEvent) and not (is_delta and self.stage.final_output):
-                        yield self._whole_output(event, request_id, prompt_token_ids)
+                    if isinstance(event, CompletedEvent):
+                        times = _engine_times(event, self.stage.stage_id)
+                        if output is not None:
+                            output.metrics = times  # vLLM's handlers read them after the last output.
+                        if not (is_delta and self.stage.final_output):
+                            output = self._whole_output(event, request_id, prompt_token_ids)
+                            output.metrics = times
+                            yield output
                     if has_media or not isinstance(event, CompletedEvent):
                         yield event
         except OmniError as error:  # vLLM's handlers know only HTTP errors, also inside a stream.
@@ -448,6 +456,21 @@ def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingPar
         for name in added:
             setattr(params, name, getattr(made, name))
     return params
+
+
+def _engine_times(event: CompletedEvent, stage_id: int) -> RequestStateStats | None:
+    """When a stage worked on a request, as vLLM's engine says it; for `--enable-per-request-metrics`."""
+    stages = event.outputs[0].stage_metrics if event.outputs else []
+    stage = next((it for it in stages if it.stage_id == stage_id), None)
+    if stage is None:
+        return None
+    return RequestStateStats(
+        num_generation_tokens=stage.num_output_tokens,
+        queued_ts=stage.arrival,
+        scheduled_ts=stage.started,
+        first_token_ts=stage.first_output or 0.0,  # unknown: the output came in one piece
+        last_token_ts=stage.finished,
+    )
 
 
 def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:

@@ -20,7 +20,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.anthropic.protocol import AnthropicError, AnthropicErrorResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
@@ -37,6 +36,7 @@ from vllm_omni.errors import (
     StageDeadError,
     StageExecutionError,
 )
+from vllm_omni.vllm_protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 

@@ -13,20 +13,17 @@ from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
-    AnthropicErrorResponse,
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServing, OmniServingChat
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
-from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, describe_errors, respond
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, AnthropicErrorResponse, describe_errors, respond
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
 
 
 class OmniServingMessages(OmniServing, AnthropicServingMessages):
@@ -68,8 +65,7 @@ def _handler(raw_request: Request) -> OmniServingMessages:
         **_ERRORS,
     },
 )
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_messages(request: AnthropicMessagesRequest, raw_request: Request) -> Any:
     """Text as the answer to a conversation, whole or as a stream, in the form of Anthropic's Messages API."""
     answer = await _handler(raw_request).create_messages(request, raw_request)
@@ -79,8 +75,7 @@ async def create_messages(request: AnthropicMessagesRequest, raw_request: Reques
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens", response_model=AnthropicCountTokensResponse, responses=_ERRORS)
-@with_cancellation
-@load_aware_call
+@model_route
 async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Any:
     """How many tokens a conversation has."""
     return _respond(raw_request, await _handler(raw_request).count_tokens(request, raw_request))

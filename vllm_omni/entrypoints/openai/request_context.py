@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from starlette.requests import HTTPConnection
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.json_body import JsonBody
@@ -235,3 +236,9 @@ async def started(items: AsyncGenerator[Item, None]) -> PrefetchedStream[Item]:
     stream = PrefetchedStream(items)
     await stream.peek()
     return stream
+
+
+def model_route(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """What vLLM's own routes of models have: a request is counted as load, and ends when its client disconnects. Its
+    body has been read before."""
+    return with_cancellation(load_aware_call(handler))

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
 from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
 from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions

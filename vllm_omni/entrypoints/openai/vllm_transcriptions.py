@@ -17,7 +17,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.datastructures import State, UploadFile
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest as VllmTranscriptionRequest
 from vllm.entrypoints.speech_to_text.transcription.serving import OpenAIServingTranscription
 from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest as VllmTranslationRequest
@@ -29,6 +28,7 @@ from vllm_omni.entrypoints.openai.http_errors import returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
 from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav, lines_as_events
+from vllm_omni.vllm_protocol import ErrorResponse
 
 
 class VllmTranscriptions(TranscriptionHandler):

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
@@ -20,6 +19,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture,
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
 from vllm_omni.errors import OmniError
+from vllm_omni.vllm_protocol import ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 

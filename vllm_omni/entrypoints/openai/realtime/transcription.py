@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from openai.types.audio.transcription import UsageDuration
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end
 from vllm_omni.entrypoints.openai.realtime.config import Values, transcription_request
@@ -16,6 +15,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, stage_prompt, token_usage
+from vllm_omni.vllm_protocol import UsageInfo
 
 _EVENT = "conversation.item.input_audio_transcription"
 _MAX_AT_ONCE = 4  # By the model; further ones wait.

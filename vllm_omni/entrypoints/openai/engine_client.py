@@ -324,7 +324,8 @@ class OmniEngineClient(_UnsupportedEngineClient):
         has_media: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
-        prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
+        read = cast("Mapping[str, Any]", prompt.get("decoder_prompt", prompt))  # Of an encoder's and a decoder's prompt.
+        prompt_token_ids = cast("list[int]", read.get("prompt_token_ids") or [])
         try:
             async with aclosing(events):
                 async for event in events:
@@ -464,7 +465,7 @@ def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list
         request_id,
         None,
         prompt_token_ids,
-        None,
+        event.prompt_logprobs,
         [completion],
         finished=event.is_last,
         num_cached_tokens=event.num_cached_tokens,

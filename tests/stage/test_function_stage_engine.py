@@ -10,14 +10,15 @@ import msgspec
 import pytest
 
 from tests.stage.running_engine import PATIENCE, RunningEngine
-from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import FunctionStage, load_function_stage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, Stream, StreamChunk
-from vllm_omni.stage.engines.function import FunctionStageEngine
+from vllm_omni.stage.engines.function_stage import FunctionStageThreads
 from vllm_omni.stage.watchdog import StepTimer
+from vllm_omni.stage.worker import make_stage_engine
 
 
 class Settings(msgspec.Struct):
@@ -71,18 +72,18 @@ class Recorder(FunctionStage):
 STAGE = OmniStageConfig(stage_id=1, engine_type="function", function=f"{__name__}.Recorder")
 
 
-def make_stage(num_threads: int = 1) -> tuple[FunctionStageEngine, Recorder]:
+def make_stage(num_threads: int = 1) -> tuple[FunctionStageThreads, Recorder]:
     function = Recorder(STAGE, "model")
-    engine = FunctionStageEngine(Outbox(), function, num_threads)
+    engine = FunctionStageThreads(Outbox(), function, num_threads)
     engine.start()
     return engine, function
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[[FunctionStageEngine], RunningEngine]]:
+def run() -> Iterator[Callable[[FunctionStageThreads], RunningEngine]]:
     running: list[RunningEngine] = []
 
-    def run(engine: FunctionStageEngine) -> RunningEngine:
+    def run(engine: FunctionStageThreads) -> RunningEngine:
         running.append(RunningEngine(engine))
         return running[-1]
 
@@ -91,7 +92,7 @@ def run() -> Iterator[Callable[[FunctionStageEngine], RunningEngine]]:
         each.stop()
 
 
-Run = Callable[[FunctionStageEngine], RunningEngine]
+Run = Callable[[FunctionStageThreads], RunningEngine]
 
 
 def source(text: str) -> dict[int, StageOutput]:
@@ -345,10 +346,10 @@ def test_each_thread_has_a_time_limit(run: Run) -> None:
 
 
 def test_a_stage_configuration_names_the_class() -> None:
-    engine = STAGE.kind.make_engine("model", Outbox())
-    assert isinstance(engine, FunctionStageEngine) and engine.capacity == 32
+    engine = make_stage_engine(STAGE, "model", Outbox())
+    assert isinstance(engine, FunctionStageThreads) and engine.capacity == 32
     four = msgspec.structs.replace(STAGE, runtime=StageRuntimeConfig(max_batch_size=4))
-    assert four.kind.make_engine("model", Outbox()).capacity == 128
+    assert make_stage_engine(four, "model", Outbox()).capacity == 128
 
 
 def test_any_other_class_is_refused() -> None:

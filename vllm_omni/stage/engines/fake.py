@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import Outbox
-from vllm_omni.stage.engines.function import FunctionStageEngine, PlainFunction
+from vllm_omni.stage.engines.function import Pieces, SerialEngine
 
 
-class FakeStageEngine(FunctionStageEngine):
+class FakeStageEngine(SerialEngine):
     """Joins the texts of its sources (or takes the prompt) and appends its own name.
 
     From sources with tokens it forwards the tokens and their tensor `rows` `[tokens, 4]` float32: window by window, if
@@ -36,11 +35,13 @@ class FakeStageEngine(FunctionStageEngine):
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
-        stage = OmniStageConfig(stage_id=stage_id, engine_type="fake", engine_args={"model_stage": name})
-        super().__init__(outbox, PlainFunction(stage, "", self.compute))
+        super().__init__(outbox, stage_id)
         self._name = name
 
-    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageOutput | Iterator[StageOutput]:
+    def start(self) -> None:
+        pass
+
+    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> Pieces:
         options = self._options(request)
         if options.get("fake_fail") == self._name:
             raise RuntimeError(f"{self._name} fails (fake_fail)")
@@ -118,7 +119,7 @@ class FakeStageEngine(FunctionStageEngine):
         """Takes `fake_seconds`; returns at once when the request is aborted."""
         seconds = options.get("fake_seconds", 0.0)
         deadline = time.monotonic() + (seconds.get(self._name, 0.0) if isinstance(seconds, dict) else seconds)
-        while self._is_live(self._runs[request.request_id]) and (left := deadline - time.monotonic()) > 0:
+        while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
             try:
                 self._read(self.inbox.get(timeout=left))
             except queue.Empty:

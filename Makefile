@@ -5,6 +5,7 @@
 #   WYOMING_PYTHON  a Python 3.12 or newer for wyoming-openai, a client of the slow tests (default: python3.12)
 #   SAY         the sentence that `make demo` answers (default: a question)
 #   PYTEST_ARGS further arguments of pytest
+#   VLLM        another version of vLLM for the tests, on a CPU, such as 0.33: see scripts/vllm_overlay.py
 #   TEST_LIMIT, TEST_SLOW_LIMIT  minutes after which `make test` and `make test-slow` are ended
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ export CLIENTS_VENV ?= .venv-clients
 OMNI_EXTRA ?= cpu
 WYOMING_PYTHON ?= python3.12
 TEST_LIMIT ?= 20
+TEST_BUDGET ?= 6
 TEST_SLOW_LIMIT ?= 60
 
 BIN := $(VENV)/bin
@@ -23,7 +25,12 @@ CLIENTS_NPM := tests/clients/npm
 CLIENTS_NPM_STAMP := $(CLIENTS_NPM)/node_modules/.package-lock.json
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
-RUN_TESTS := $(BIN)/python scripts/run_tests.py run
+OVERLAY := $(VLLM:%=$(CURDIR)/build/vllm-%)
+RUN_TESTS := $(if $(VLLM),PYTHONPATH=$(OVERLAY)$${PYTHONPATH:+:$$PYTHONPATH} VLLM_TARGET_DEVICE=cpu) $(BIN)/python scripts/run_tests.py run
+# The version that is tested beside the installed one: what depends on vLLM most, and a pipeline with its server.
+NEXT_VLLM ?= 0.33
+NEXT_TESTS := tests/test_vllm_seams.py tests/test_vllm_versions.py tests/core tests/worker tests/engine \
+	tests/stage/test_llm_engine.py tests/entrypoints/openai/test_chat.py tests/entrypoints/openai/test_openai_client.py
 
 # A sentence may have quotes and `$`: neither make expands it nor the shell reads it.
 export DEMO_SAY := $(value SAY)
@@ -33,7 +40,7 @@ unexport SAY
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow clients browser screenshots lint docs model clean
+.PHONY: help demo test test-slow test-next overlay seams clients programs screenshots lint docs model clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,17 +48,28 @@ help:  ## List the targets
 demo: $(STAMP)  ## Answer SAY="..." in text and speech, and let two models hear, see, speak and paint; writes demo_output/index.html
 	$(BIN)/vllm-omni demo --say="$$DEMO_SAY"
 
-test: $(STAMP)  ## Run the main tests
-	$(RUN_TESTS) test --limit $(TEST_LIMIT) --budget 6 -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
+test: overlay  ## Run the main tests
+	$(RUN_TESTS) test$(VLLM:%=-on-%) --limit $(TEST_LIMIT) --budget $(TEST_BUDGET) -- $(PYTEST_FLAGS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## Run the other tests
+test-slow: overlay  ## Run the other tests
 	-@$(MAKE) --no-print-directory clients
-	$(RUN_TESTS) test-slow --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
+	$(RUN_TESTS) test-slow$(VLLM:%=-on-%) --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
+
+test-next:  ## Run the main tests of what depends on vLLM most on its next version
+	$(MAKE) test VLLM=$(NEXT_VLLM) TEST_LIMIT=8 TEST_BUDGET=5 PYTEST_ARGS="$(NEXT_TESTS)"
+
+overlay: $(STAMP)
+	@$(if $(VLLM),$(BIN)/python scripts/vllm_overlay.py $(VLLM))
+
+seams: $(STAMP)  ## Write scripts/vllm_seams again, after a change of what we take from vLLM
+	$(BIN)/python scripts/vllm_overlay.py $(NEXT_VLLM)
+	for path in "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" build/vllm-$(NEXT_VLLM); do \
+		$(BIN)/python scripts/vllm_seams.py "$$path" --write; done
 
 clients: $(CLIENTS_STAMP) $(CLIENTS_NPM_STAMP)  ## Install the clients that the slow tests run, in environments of their own
 
-browser:  ## Install Chromium for the tests of the playground (as root)
-	scripts/install_browser.sh
+programs:  ## Install what tests run in Chromium and with systemd-analyze (as root)
+	scripts/install_programs.sh
 
 screenshots: $(STAMP)  ## Make the pictures of docs/playground.md again
 	$(BIN)/python scripts/screenshots.py
@@ -62,8 +80,9 @@ lint: $(STAMP)  ## Check style and types
 	$(BIN)/mypy
 	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "hadolint has no build for this machine"; fi
 
-docs: $(DOCS_STAMP)  ## Build the documentation into build/site
+docs: $(DOCS_STAMP)  ## Build the documentation into build/site, and open it without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	OMNI_SITE=build/site $(BIN)/python -m pytest -q tests/docs/test_site.py
 
 model: $(STAMP)  ## Train the shipped models again (hours; resumes; see training/README.md)
 	$(BIN)/python -m training

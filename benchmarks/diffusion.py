@@ -37,8 +37,8 @@ from transformers.utils import logging
 from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors, compute
+from vllm_omni.diffusion.parallel_denoiser import ParallelDenoisers
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
-from vllm_omni.worker.parallel_denoiser import ParallelDenoisers
 
 T = TypeVar("T")
 BATCH = 16

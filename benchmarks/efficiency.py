@@ -185,7 +185,7 @@ def open_pipeline(model: Path, config: Path, max_num_seqs: int) -> Iterator[Pipe
         stages = load_pipeline_config(config).stage_args
         clocks = {stage.name: Path(folder, stage.name) for stage in stages}
         overrides = {
-            stage.name: {"worker_cls": WORKERS[stage.kind], "additional_config": {CLOCK: str(clocks[stage.name])}}
+            stage.name: {"worker_cls": WORKERS[stage.kind.name], "additional_config": {CLOCK: str(clocks[stage.name])}}
             for stage in stages
         }
         args = {**ENGINE_ARGS, "max_num_seqs": max_num_seqs, "stage_overrides": overrides}

@@ -26,7 +26,6 @@ from vllm_omni.inputs import StageRequest
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result
-from vllm_omni.stage.worker import make_stage_engine
 from vllm_omni.worker.cpu_worker import CPUARWorker, CPUGenerationWorker
 from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker
 
@@ -132,7 +131,7 @@ def _prepare(job: Job, stage: OmniStageConfig, outputs: list[dict[int, StageOutp
 
 def _run_stage(job: Job, stage: OmniStageConfig, items: list[NewRequest], path: str) -> None:
     """Writes the requests per second of the best round, and the outputs."""
-    engine = make_stage_engine(stage, job.model, outbox := Outbox())
+    engine = stage.kind.make_engine(job.model, outbox := Outbox())
     engine.start()
     seconds = []
     for _ in range(1 + job.rounds):

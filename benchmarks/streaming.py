@@ -10,9 +10,10 @@ stage hands over its whole result. Each of `--concurrency` clients sends its nex
 HF makes the whole speech before any of it can be played; of requests that are sent together, each waits for those
 before it. Weights are random.
 
-TTFT, TTFA: time to the first token, and to the first segment of speech. RTF: seconds for each second of speech. A gap
-is the time between two segments. Underrun: seconds of silence for a client that plays from the first segment on;
-"underran" is the share of clients that had any.
+tokens/s, sound s/s: tokens of text, and seconds of speech, made in a second. TTFT, TTFA: time to the first token, and
+to the first segment of speech. RTF: seconds for each second of speech. A gap is the time between two segments.
+Underrun: seconds of silence for a client that plays from the first segment on; "underran" is the share of clients that
+had any.
 """
 
 import asyncio
@@ -145,6 +146,8 @@ class Measurement:
         gaps = [gap for response in responses for gap in response.gaps] or [0.0]
         return {
             "requests/s": self.requests_per_second,
+            "tokens/s": sum(len(response.token_ids) for response in responses) / self.seconds,
+            "sound s/s": sum(response.samples for response in responses) / WAVE_RATE / self.seconds,
             "TTFT p50 s": percentile([response.first_text for response in responses], 50),
             "TTFA p50 s": self.first_audio,
             "TTFA p99 s": percentile([response.first_audio for response in responses], 99),
@@ -229,6 +232,8 @@ def row_of(figures: Figures, plan: Plan) -> dict[str, float]:
     first = percentile(figures.jct, 50)
     return {
         "requests/s": figures.requests_per_second,
+        "tokens/s": figures.requests_per_second * TEXT_TOKENS,
+        "sound s/s": figures.audio_seconds_per_second,
         "TTFT p50 s": first,
         "TTFA p50 s": first,
         "TTFA p99 s": percentile(figures.jct, 99),

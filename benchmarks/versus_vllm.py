@@ -2,7 +2,8 @@
 """What the pipeline costs: a text model in vllm_omni and in plain vLLM, served over HTTP and offline, in one run.
 
     python benchmarks/versus_vllm.py [--parts serve offline] [--model DIR] [--size default large] [--eager]
-                                     [--concurrency 1 16 64] [--rounds N] [--output FILE.json] [--quick]
+                                     [--async-scheduling | --no-async-scheduling] [--concurrency 1 16 64]
+                                     [--rounds N] [--output FILE.json] [--quick]
 
 `serve`: `vllm serve --omni` and plain vLLM's server, each as it comes, under the load of `vllm bench serve`: random
 prompts, greedy, of equal length. The servers take turns, round by round; an idle one costs no time. Figures are the
@@ -11,6 +12,7 @@ Plain vLLM runs twice there: with its engine in a process of its own, which is i
 where no message is sent at all.
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -178,6 +180,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a text model; default: a tiny one with random weights")
     parser.add_argument("--size", choices=["default", "large"], default="default", help="of the tiny model")
     parser.add_argument("--eager", action="store_true", help="both without compilation")
+    parser.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, help="of both (default: as each comes)"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="default 1 16 64")
     parser.add_argument("--rounds", type=int, help="default 5; 2 with --quick")
     args = parser.parse_args()
@@ -185,14 +190,17 @@ def main() -> None:
     logging.disable_progress_bar()
     rounds = args.rounds or (2 if args.quick else 5)
     plan = Plan(args.concurrency, rounds, min_requests=16, text_tokens=64, speech_seconds=0.0)
-    report = Report("versus_vllm", {"size": args.size, "eager": str(args.eager), "rounds": rounds})
+    engine_args = {"enforce_eager": True} if args.eager else {}
+    if args.async_scheduling is not None:
+        engine_args["async_scheduling"] = args.async_scheduling
+    report = Report("versus_vllm", {"size": args.size, "rounds": rounds, **{k: str(v) for k, v in engine_args.items()}})
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_tiny_checkpoint("qwen3", folder, size=args.size)
         if "serve" in args.parts:
-            measure_servers(model, [*FLAGS, *["--enforce-eager"] * args.eager], plan, report)
+            flags = [f"--{'' if value else 'no-'}{name.replace('_', '-')}" for name, value in engine_args.items()]
+            measure_servers(model, [*FLAGS, *flags], plan, report)
         if "offline" in args.parts:
-            engine_args = ENGINE_ARGS | ({"enforce_eager": True} if args.eager else {})
-            measure_offline(model, engine_args, 128, 2 * rounds, report)
+            measure_offline(model, ENGINE_ARGS | engine_args, 128, 2 * rounds, report)
     report.notes += [
         "ratios are ours to plain vLLM's, of the medians; for throughput and offline higher is better, else lower",
         "CPU s/request: of all processes of the server; offline: all tokens were equal",

@@ -2,7 +2,7 @@
 """Uses Open WebUI itself with the shipped models: `python scripts/try_open_webui.py [FOLDER]`.
 
 Installs it into a temporary environment, or into FOLDER if that has none yet (Python 3.11 or 3.12, several GB), starts
-it on this machine with the settings of docs/clients.md, and uses it in Chromium (`make browser`): the list of voices,
+it on this machine with the settings of docs/clients.md, and uses it in Chromium (`make programs`): the list of voices,
 an answer read aloud, and a picture. Recognizers judge what it gets. Writes docs/images/open_webui_*.webp. It is too
 large for the tests, which send the same requests (tests/clients/test_recorded_requests.py).
 """

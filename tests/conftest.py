@@ -39,7 +39,7 @@ _MACHINES = "machines"
 _SERVERS = "server"
 """Four servers at once: after the other groups, so that they do not meet the machines, which need as much memory."""
 _LONG_FILES = (
-    "tests/worker/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
+    "tests/diffusion/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
     "tests/stage/test_watchdog.py", "tests/diffusion/test_parity.py", "tests/docs/test_quickstart.py",
     "tests/scripts/test_run_tests.py", "tests/talk/test_talk.py", "tests/testing/test_tiny_checkpoints.py",
     "tests/testing/test_tiny_pipelines.py",

@@ -24,8 +24,8 @@ from typing import Any
 
 import setproctitle
 
-from vllm_omni.orchestrator import fork_server
-from vllm_omni.orchestrator.fork_server import ForkedStageProcess, ForkServer, wait_for_all
+from vllm_omni.launch import fork_server
+from vllm_omni.launch.fork_server import ForkedStageProcess, ForkServer, wait_for_all
 
 _MODULES = (
     "vllm_omni.stage.engines.llm",

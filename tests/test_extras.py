@@ -17,7 +17,7 @@ SOURCES = [
     path
     for name in ("README.md", "CONTRIBUTING.md", "Dockerfile", "docs", "examples", "packages", "vllm_omni", "scripts")
     for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
-    if path.suffix in (".md", ".py", ".toml", ".txt", ".sh", ".yaml", ".service") or path.name == "Dockerfile"
+    if path.suffix in (".md", ".py", ".toml", ".txt", ".sh", ".yaml", ".service", ".ipynb") or path.name == "Dockerfile"
     if ".egg-info" not in str(path) and "build" not in path.parts
 ]
 

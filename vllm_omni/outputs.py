@@ -13,6 +13,7 @@ import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from vllm_omni import notebook
 from vllm_omni.errors import RequestError
 from vllm_omni.media import count_media, read_media
 from vllm_omni.metrics.stats import StageMetrics
@@ -317,6 +318,43 @@ class OmniRequestOutput:
     @property
     def finished(self) -> bool:
         return self.request_output[0].finished
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: texts, players of sounds and videos, and pictures; of other tensors their shapes.
+
+        Its size is bounded: `notebook.MAX_MEDIA_BYTES`, `MAX_ITEMS`, `MAX_TEXT_CHARS`.
+        """
+        times = [f"{stage.name} {stage.seconds:.2f} s" for stage in self.stage_metrics]
+        names = filter(None, (f"request {self.request_id}", f"stage {self.stage_id}", self.final_output_type, *times))
+        parts = [notebook.note(", ".join(names))]
+        if self.error is not None:
+            parts.append(notebook.paragraph(f"{type(self.error).__name__}: {self.error}"))
+        parts += notebook.show_all(self.outputs, self._choice_as_html, "choices")
+        return notebook.block([*parts, *self._media_as_html()])
+
+    def _choice_as_html(self, choice: CompletionOutput) -> str:
+        number = f"choice {choice.index}" if len(self.outputs) > 1 else ""
+        end = "" if choice.finish_reason in ("stop", None) else f"ended by: {choice.finish_reason}"
+        title = ", ".join(filter(None, (number, end)))
+        return (notebook.note(title) if title else "") + (notebook.paragraph(choice.text) if choice.text else "")
+
+    def _media_as_html(self) -> list[str]:
+        tensors = {name: each for name, each in self.multimodal_output.items() if not name.startswith("file.")}
+        audio = tensors.pop("audio", None)
+        sounds = [] if audio is None else list(audio) if audio.ndim == 3 else [audio]
+        budget = notebook.MediaBudget()
+        parts: list[str] = []
+        if self._num_media and self.output_format != "latent":
+            tensors.pop(self._data["output_type"], None)
+            parts += notebook.show_all(self.images, budget.picture, "pictures")
+            if videos := self.videos:
+                tracks: Sequence[torch.Tensor | None] = sounds if len(sounds) == len(videos) else [None] * len(videos)
+                tracked = list(zip(videos, tracks, strict=True))
+                parts += notebook.show_all(tracked, lambda it: budget.video(*it, self.fps, self.sample_rate), "videos")
+                sounds = []
+        parts += notebook.show_all(sounds, lambda sound: budget.sound(sound, self.sample_rate), "clips")
+        others = list(tensors.items())
+        return parts + notebook.show_all(others, lambda it: notebook.note(notebook.describe(*it)), "tensors")
 
     def __repr__(self) -> str:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.multimodal_output.items()}

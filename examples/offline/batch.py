@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers a file of questions, one a line, in one batch.
 
-python examples/offline/batch.py questions.txt --output answers.jsonl
+python examples/offline/batch.py questions.txt --model shapes --output answers.jsonl
 
 Each answer is written when it is complete. Run it again, and it continues: it asks those questions that the file has no
 answer to, as well as those that failed.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline chat with speech: answers a question about an image, and saves the speech.
 
-python examples/offline/chat_speech.py "What is this?" --image cat.png --output answer.wav
+python examples/offline/chat_speech.py "Why is exercise healthy?" --model talk --output answer.wav
+python examples/offline/chat_speech.py "What is this?" --image cat.png
 """
 
 import argparse

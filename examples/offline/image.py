@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates images, and prints the progress.
 
-python examples/offline/image.py "A lighthouse in a storm." --size 1024x768 --output lighthouse.png
+python examples/offline/image.py "A red circle is left of a blue square." --size 96x96 \\
+    --model shapes-painter --output painting.png
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several concurrent questions on an event loop, with streamed text and speech.
 
-python examples/offline/streaming.py "Why is the sea blue?" "Who are you?"
+python examples/offline/streaming.py "What can you do?" "Who are you?" --model shapes
 """
 
 import argparse

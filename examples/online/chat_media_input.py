@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat about an image, audio and a video, each a file or an http address. The server fetches addresses itself.
 
-vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
-python examples/online/chat_media_input.py "What is this?" --image cat.png --audio https://example.com/cat.mp3
+vllm serve shapes --omni
+python examples/online/chat_media_input.py "What is in the picture?" --image demo_output/picture.png
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat with speech: prints the answer and saves its speech.
 
-vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
+vllm serve talk --omni
 python examples/online/chat_speech.py "Why is the sea blue?" --output answer.wav
 """
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every endpoint with curl only: the body of the request, and the field of the answer with the result.
 #
-#   vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
+#   vllm serve shapes --omni
 #   examples/online/curl.sh chat | chat-speech | chat-stream | chat-image FILE | speech | voices         a speech model
 #   examples/online/curl.sh transcribe FILE                                     a model that understands speech
 #   examples/online/curl.sh voice FILE TRANSCRIPT                               a model that imitates voices, such as CSM

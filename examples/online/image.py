@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes images of a prompt, and saves them.
 
-vllm serve Qwen/Qwen-Image --omni
-python examples/online/image.py "A lighthouse in a storm." --size 1024x768 --output lighthouse.png
+vllm serve shapes-painter --omni
+python examples/online/image.py "A red circle is left of a blue square." --output painting.png
 """
 
 import argparse

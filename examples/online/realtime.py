@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A spoken turn of a realtime session: sends a recording, prints the answer while it is made, and saves its speech.
 
-vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
+vllm serve shapes --omni
 python examples/online/realtime.py question.wav --output answer.wav
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speech endpoint: speaks a text, and writes the file while it is made.
 
-vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
+vllm serve talk --omni
 python examples/online/speech.py "Good morning." --output morning.mp3
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamed speech: prints the text and saves the speech while they are made. A player can play the growing file.
 
-vllm serve Qwen/Qwen3-Omni-30B-A3B-Instruct --omni
+vllm serve talk --omni
 python examples/online/stream_speech.py "Why is the sea blue?" --output answer.wav
 """
 

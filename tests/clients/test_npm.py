@@ -35,6 +35,7 @@ def test_openais_client(
     arguments = (f"{painter_server.url}/v1", question.picture, question.text, spoken)
     result = run_node_program("openai_node", shapes_server, *arguments)
     assert result["answer"] == "".join(result["pieces"]) == question.answer
+    assert result["response"] == "".join(result["deltas"]) == question.answer
     assert len(result["pieces"]) > 1
     assert says(result["spokenAnswer"], question.answer)
     assert says(result["speech"], SENTENCE)

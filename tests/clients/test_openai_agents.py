@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""openai-agents: two turns of an agent with the model for chat completions, about a picture, the second streamed."""
+"""openai-agents: two turns of an agent about a picture, the second streamed, by the Responses API and by chats."""
 
 import pytest
 
@@ -10,8 +10,9 @@ from tests.servers import RunningServer
 pytestmark = pytest.mark.slow
 
 
-def test_two_turns(shapes_server: RunningServer, question: Question) -> None:
-    result = run_program("agents_chat", shapes_server, question.picture, question.text)
+@pytest.mark.parametrize("api", ["responses", "chat_completions"])
+def test_two_turns(shapes_server: RunningServer, question: Question, api: str) -> None:
+    result = run_program("agents_chat", shapes_server, question.picture, question.text, api)
     assert result["answer"] == question.answer
     assert result["last"] == "".join(result["pieces"]) == "There are three shapes."
     assert len(result["pieces"]) > 1

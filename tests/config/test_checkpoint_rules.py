@@ -174,5 +174,5 @@ def test_no_code_is_imported_before_it_is_refused(
         parse(raw, checkpoint)
 
     assert "code_of_a_checkpoint" not in sys.modules
-    assert parse_pipeline_config(raw, "the operator's").stages[0].kind == "function"
+    assert parse_pipeline_config(raw, "the operator's").stages[0].kind.name == "function"
     sys.modules.pop("code_of_a_checkpoint")

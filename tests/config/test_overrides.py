@@ -4,7 +4,7 @@
 import pytest
 
 from vllm_omni.config.overrides import merge, override_stage
-from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.errors import StageConfigError
 
 TALKER = OmniStageConfig(
@@ -51,7 +51,7 @@ def test_a_vllm_engine_replaces_a_function_that_accepts_audio() -> None:
     )
     override = {"engine_type": "AR", "model": "a/b", "default_sampling_params": {"language": "en"}}
     stage = override_stage(asr, override)
-    assert (stage.kind, stage.function, stage.accepts) == ("AR", None, "audio") and stage.transcribes
+    assert (stage.kind.name, stage.function, stage.accepts) == ("AR", None, "audio") and stage.kind.accepts_input
     assert stage.engine_args == {"model_stage": "stage1", "model": "a/b"}
     assert stage.default_sampling_params == {"language": "en"}
     assert override_stage(asr, {"engine_type": "function"}) == asr

@@ -12,12 +12,13 @@ import yaml
 from vllm_omni.config import stage_config
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import parse_pipeline_config
+from vllm_omni.config.stage import StageRuntimeConfig
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 CLASSES = {
     "## `stage_args[]`": stage_config.OmniStageConfig,
     "### `engine_args` of a `DiT` stage": DiTConfig,
-    "## `stage_args[].runtime`": stage_config.StageRuntimeConfig,
+    "## `stage_args[].runtime`": StageRuntimeConfig,
     "## `runtime`": stage_config.RuntimeConfig,
     "### `runtime.defaults`": stage_config.RuntimeDefaults,
     "### `runtime.edges[]`": stage_config.EdgeConfig,
@@ -59,5 +60,5 @@ def test_examples_load(text: str) -> None:
     config = parse_pipeline_config(raw, "docs/configuration.md")
     assert len(config.stage_args) == len(raw["stage_args"])
     for stage in config.stage_args:
-        if stage.kind == "DiT":
+        if stage.kind.params == "diffusion":
             parse_dit_config(stage.engine_args, stage.name)

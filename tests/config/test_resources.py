@@ -51,6 +51,7 @@ def test_invalid_devices(devices: str | int) -> None:
         ("0.3", 0.3),
         (1, 1.0),
         ("20GiB", 20 << 30),
+        ("20G", 20 << 30),
         ("1.5 gib", 3 << 29),
         ("512MiB", 512 << 20),
         ("1TiB", 1 << 40),
@@ -66,7 +67,7 @@ def test_memory(memory: str | float, value: float | int) -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", ["", "much", "20G", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
+    "memory", ["", "much", "20X", "-0.3", -0.3, 0, "GiB", "1.2.3GiB", "inf", float("nan"), 20, "512"]
 )
 def test_invalid_memory(memory: str | float) -> None:
     with pytest.raises(StageConfigError, match=r"memory.*a fraction of the device \(0.3\), or bytes with a unit"):
@@ -86,20 +87,13 @@ def test_invalid_cpus(cpus: str | int) -> None:
         parse_cpus(cpus)
 
 
-def test_stages_are_grouped_by_process() -> None:
-    config = pipeline(
-        {}, {"process": "x"}, {"process": False}, {"process": "x"}, {"process": True}, {"process": "shared"}
-    )
-    assert [[i.name for i in process] for process in config.processes] == [["a"], ["b", "d"], ["c", "f"], ["e"]]
-
-
 def test_each_replica_has_a_process_and_its_resources() -> None:
     config = pipeline(
         {"replicas": 2, "devices": ["2", "0,1"], "cpus": 3},
-        {"process": "x", "replicas": 2, "devices": 3},
-        {"process": "x", "replicas": 2, "cpus": ["0-1", "2"]},
+        {"replicas": 2, "devices": 3},
+        {"process": True, "replicas": 2, "cpus": ["0-1", "2"]},
     )
-    assert [[i.name for i in p] for p in config.processes] == [["a.0"], ["a.1"], ["b.0", "c.0"], ["b.1", "c.1"]]
+    assert [i.name for i in config.instances.values()] == ["a.0", "a.1", "b.0", "b.1", "c.0", "c.1"]
     assert list(config.instances) == [0, 3, 1, 4, 2, 5], "the first replica has the id of the stage"
     runtimes = [instance.stage.runtime for instance in config.instances.values()]
     assert [runtime.devices for runtime in runtimes] == ["2", "0,1", 3, 3, None, None]
@@ -111,9 +105,10 @@ def test_each_replica_has_a_process_and_its_resources() -> None:
     ("runtimes", "words"),
     [
         ([{"devices": "x"}], ["stage 0 (a): runtime.devices 'x'"]),
-        ([{}, {"memory": "20G"}], ["stage 1 (b): runtime.memory '20G'"]),
+        ([{}, {"memory": "20X"}], ["stage 1 (b): runtime.memory '20X'"]),
         ([{"cpus": "3-1"}], ["stage 0 (a): runtime.cpus '3-1'"]),
-        ([{"process": ""}], ["stage 0 (a): runtime.process: the name is empty"]),
+        ([{"process": False}], ["stage 0 (a): runtime.process: each replica of a stage has a process of its own"]),
+        ([{}, {"process": "shared"}], ["stage 1 (b): runtime.process", "write true, or leave it out"]),
         ([{"replicas": 0}], ["stage 0 (a): runtime.replicas: 0 is not a number of processes; write 1 or more"]),
         (
             [{"replicas": 3, "devices": ["0", "1"]}],
@@ -124,18 +119,6 @@ def test_each_replica_has_a_process_and_its_resources() -> None:
             [{"routing": "best"}],
             ["stage 0 (a): runtime.routing: there is no 'best'", "least_loaded, round_robin, prefix"],
         ),
-        (
-            [{"process": "x", "replicas": 2}, {"process": "x"}],
-            ["stages 0 and 1 share processes (runtime.process) but have 2 and 1 replicas"],
-        ),
-        (
-            [{"process": "x", "devices": 0}, {"process": "x"}, {"process": "x", "devices": "1"}],
-            ["stages 0 and 2 share one process (runtime.process) but not runtime.devices", "or set it for one of them"],
-        ),
-        (
-            [{"process": False, "cpus": 2}, {"process": "shared", "cpus": "0-1"}],
-            ["stages 0 and 1 share one process (runtime.process) but not runtime.cpus"],
-        ),
     ],
 )
 def test_errors_name_key_and_remedy(runtimes: list[dict[str, Any]], words: list[str]) -> None:
@@ -144,11 +127,6 @@ def test_errors_name_key_and_remedy(runtimes: list[dict[str, Any]], words: list[
     assert str(error.value).startswith("my.yaml: ")
     for word in words:
         assert word in str(error.value)
-
-
-def test_equal_values_may_be_written_differently() -> None:
-    config = pipeline({"process": "x", "devices": 0, "cpus": "0-1"}, {"process": "x", "devices": "0", "cpus": "0,1"})
-    assert len(config.processes) == 1
 
 
 def test_memory_is_set_once() -> None:

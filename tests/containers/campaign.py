@@ -20,8 +20,8 @@ from pathlib import Path
 from tests.containers.namespaces import enter_own_memory, fork_container
 from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, texts
 from vllm_omni.distributed.run_dir import RunDir
-from vllm_omni.orchestrator import fork_server
-from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.launch import fork_server
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.stage import worker  # noqa: F401 (imported once, before all forks)
 
 NUM_CONTAINERS = 2

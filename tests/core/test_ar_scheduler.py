@@ -118,24 +118,24 @@ def test_input_for_an_unknown_request_and_input_that_cannot_be_serialized(engine
 
 
 class TestQuarantine:
-    def test_every_other_step_until_the_quarantine_ends(self, engine, batches):
+    def test_every_other_step_until_the_isolation_ends(self, engine, batches):
         for request_id in "abcd":
             add(engine, request_id)
-        engine.quarantine("b", 9)
-        engine.quarantine("d", 8)
+        engine.isolate("b", 9)
+        engine.isolate("d", 8)
         assert batches(8) == ["b", "ac", "b", "abc", "d", "abcd", "abcd", "abcd"]
 
-    def test_only_quarantined_requests(self, engine, batches):
+    def test_only_isolated_requests(self, engine, batches):
         add(engine, "a")
         add(engine, "b", num_ready_tokens=8)
-        engine.quarantine("a", 9)
-        engine.quarantine("b", 9)
+        engine.isolate("a", 9)
+        engine.isolate("b", 9)
         assert batches(6) == ["a", "a", "a", "b", "a", "a"]
 
     def test_of_one_that_is_aborted(self, engine, batches):
         add(engine, "a")
         add(engine, "b")
-        engine.quarantine("a", 30)
+        engine.isolate("a", 30)
         assert batches(1) == ["a"]
         engine.abort_request(["a"])
         assert batches(2) == ["b", "b"]

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
 

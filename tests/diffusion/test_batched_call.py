@@ -2,11 +2,13 @@
 """Which calls are joined, and that each gets what it would have got alone."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from tests.simulated_device import DEVICE, SimulatedDevice
 from vllm_omni.diffusion.batched_call import (
@@ -398,17 +400,25 @@ def test_a_list_of_images_is_split_by_its_items_whatever_size_they_have():
     check_shares(double, 2, [2, 2], *arguments)
 
 
-def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out():
+@dataclass
+class OutputWithCache(ModelOutput):
+    """As of transformers 5.24."""
+
+    last_hidden_state: Any = None
+    cache: Any = None
+    hidden_states: Any = None
+
+
+@pytest.mark.parametrize(("kind", "cache"), [(BaseModelOutputWithPast, "past_key_values"), (OutputWithCache, "cache")])
+def test_the_output_of_an_encoder_is_split_and_its_cache_is_left_out(kind: Any, cache: str):
     def encode(input_ids):
         states = input_ids[..., None].float()
-        return BaseModelOutputWithPast(
-            last_hidden_state=states, past_key_values=object(), hidden_states=(states, states + 1)
-        )
+        return kind(last_hidden_state=states, hidden_states=(states, states + 1), **{cache: object()})
 
     first, second = compute([describe(encode, input_ids=torch.tensor([[i, 2]])) for i in (1, 5)])
     assert first.last_hidden_state.flatten().tolist() == [1, 2]
     assert [states.flatten().tolist() for states in second.hidden_states] == [[5, 2], [6, 3]]
-    assert second.past_key_values is None
+    assert getattr(second, cache) is None
 
 
 def test_a_single_call_s_output_is_unchanged():

@@ -2,6 +2,7 @@
 """The requests of a diffusion stage: completed by the stage's defaults, or refused."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,20 @@ def test_a_stage_that_could_serve_no_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageConfigError, match=r"FluxFillPipeline needs mask_image, and a request has only a prompt"):
         make_processor(tmp_path, "FluxFillPipeline")
     make_processor(tmp_path, "FluxFillPipeline", sources=(0,))  # which may make the mask
+
+
+@pytest.mark.parametrize("positions", [None, 514])
+def test_a_checkpoint_for_the_first_and_the_last_frame_is_refused(tmp_path: Path, positions: int | None) -> None:
+    """It is of the same class as those for the first frame alone."""
+    index = {"_class_name": "WanImageToVideoPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps({"pos_embed_seq_len": positions}))
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    if positions is None:
+        make_processor(tmp_path, None, makes="video")
+        return
+    with pytest.raises(StageConfigError, match="WanImageToVideoPipeline needs last_image, and a request has only"):
+        make_processor(tmp_path, None, makes="video")
 
 
 def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.entrypoints.fake_pipelines import descendants, quick_servers, wait_until_ended
 from vllm_omni import ErrorEvent, ImageProgressEvent, OmniLLM
-from vllm_omni.errors import StageConfigError, StageDeadError
+from vllm_omni.errors import StageDeadError
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
 SIZE = {"height": 64, "width": 64, "num_inference_steps": 3, "guidance_scale": 3.0, "negative_prompt": "grey"}
@@ -62,14 +62,3 @@ def test_a_killed_process_fails_the_request_and_the_stage_restarts(
     llm.close()
     assert len(left) == 1
     wait_until_ended(left)
-
-
-def test_such_a_stage_shares_its_process_with_no_other(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
-    (tmp_path / "stages.yaml").write_text(
-        "stage_args:\n"
-        "  - {stage_id: 0, engine_type: DiT, final_output: true, final_output_type: image, "
-        "engine_args: {ulysses_degree: 2}, runtime: {process: one}}\n"
-        "  - {stage_id: 1, engine_type: DiT, final_output: true, final_output_type: image, runtime: {process: one}}\n"
-    )
-    with pytest.raises(StageConfigError, match=r"stage 0 .*ulysses_degree needs a process without other stages"):
-        OmniLLM(str(tiny_diffusion("z_image")), str(tmp_path / "stages.yaml"))

@@ -3,6 +3,7 @@
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import zmq
 
 from vllm_omni.distributed.connectors import make_receivers
 from vllm_omni.distributed.connectors.network import CHUNK, NetworkConnector, PayloadFetcher, PayloadServer
-from vllm_omni.distributed.curve import Authenticator, CurveKeys
+from vllm_omni.distributed.curve import MAX_MESSAGE, Authenticator, CurveKeys
 from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
     AbortMessage,
@@ -146,8 +147,9 @@ def test_packets_of_strangers_are_dropped_counted_and_logged_once(
         for frames in GARBAGE:
             stranger.send_multipart(frames)
         wait_until(lambda: link.server.dropped.count == len(GARBAGE))
-        stranger.send(b"x" * 32)
-        assert stranger.recv() == b"x" * 32, "there is no such payload"
+        stranger.send(b"x" * 32)  # a key of no server
+        wait_until(lambda: link.server.dropped.count == len(GARBAGE) + 1)
+        assert not stranger.poll(0), "what it does not read would fill the memory"
     assert ["no request for a payload" in line for line in caplog.messages] == [True]
     link.fetcher.start(ref)
     assert link.wait()[0][1] is not None
@@ -164,6 +166,32 @@ def test_a_stranger_cannot_fill_the_memory_with_one_packet(link: Link, context: 
     assert not link.server.dropped.count
     link.fetcher.start(ref)
     assert link.wait()[0][1] is not None
+
+
+def test_no_memory_is_taken_for_a_stranger_s_message(context: zmq.Context) -> None:
+    """Before ZeroMQ knows whose it is."""
+    network = Network(context, NetworkSpec(host=HOST, keys=CurveKeys.make()))
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\x00") + bytes(32)
+    for size, is_closed in ((MAX_MESSAGE + 1, True), (MAX_MESSAGE, False)):
+        with socket.create_connection((HOST, int(network.address.rpartition(":")[2])), timeout=10) as stranger:
+            stranger.sendall(greeting)
+            assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
+            stranger.sendall(b"\x06" + size.to_bytes(8, "big"))  # the start of a long command
+            if is_closed:
+                assert stranger.recv(1) == b""
+    with zmq.Context() as friend, friend.socket(zmq.PUSH) as push:
+        network.secure(push)
+        push.connect(network.address)
+        send(push, AbortMessage(request_ids=["a"]), sender=1)
+        assert network.inbound.poll(10_000)
+    network.close()
+
+
+def test_a_payload_that_would_make_a_message_too_large_is_fetched(context: zmq.Context) -> None:
+    connector = NetworkConnector(PayloadServer(context, HOST, None), 3, 1 << 40)
+    half = bytes(MAX_MESSAGE // 8)
+    assert isinstance(connector.put([half])[0], InlineRef)
+    assert isinstance(connector.put([half, half])[0], NetworkRef)
 
 
 def test_a_fetcher_drops_what_is_no_chunk(link: Link, context: zmq.Context) -> None:
@@ -263,8 +291,8 @@ class Receiver:
                 continue
             assert time.monotonic() < deadline
             poller = zmq.Poller()
-            for socket in self.inbound.readables:
-                poller.register(socket, zmq.POLLIN)
+            for readable in self.inbound.readables:
+                poller.register(readable, zmq.POLLIN)
             poller.poll(1000)
         return taken
 

@@ -31,4 +31,17 @@ def test_decisions_are_a_table_in_order() -> None:
     text = (ROOT / "docs" / "decisions.md").read_text()
     assert not re.search(r"^## ", text, re.MULTILINE), "a decision is a row; its reasons are on the page of its subject"
     rows = re.findall(r"^\| (\d+) \| \d{4}-\d\d-\d\d \| \S.* \|.* \|.*\|$", text, re.MULTILINE)
-    assert [int(row) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) == text.count("\n| ") - 1
+    numbers = [int(row) for row in rows]
+    assert numbers == sorted(set(numbers)) and len(rows) == text.count("\n| ") - 1
+
+
+def test_pages_refer_to_decisions_that_hold() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    numbers = set(re.findall(r"^\| (\d+) \|", text, re.MULTILINE))
+    assert [number for page in DESIGN for number in referred(page) if number not in numbers] == []
+
+
+def referred(page: Path) -> list[str]:
+    """The decisions that a page names, in brackets at the ends of sentences."""
+    lists = re.findall(r"\((?:decisions? )?(\d{1,3}(?:,\s+\d{1,3})*)(?: in part)?\)", page.read_text())
+    return [number for one in lists for number in re.split(r",\s+", one)]

@@ -13,7 +13,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_omni
 from tests.docs.pages import Snippet, snippets
 from vllm_omni.entrypoints.cli.arguments import fold_stage_flags
-from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+from vllm_omni.entrypoints.cli.config import ConfigCommand
+from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
+from vllm_omni.entrypoints.resolve import read_pipeline
+from vllm_omni.model_packages import find_models
 
 PROGRAMS = snippets("python")
 SERVE = re.compile(r"^(?:\w+=\S+ )*(?:vllm serve|vllm-omni serve|vllm-omni config show|vllm-omni doctor) (.*)$")
@@ -57,6 +60,14 @@ def test_command_lines_have_known_flags(flags: set[str]) -> None:
         for word in fold_stage_flags(words):
             if word.startswith("--"):
                 assert re.split("[=.]", word)[0] in flags, line
+
+
+def test_commands_that_name_an_installed_model_resolve() -> None:
+    split = [[word for word in shlex.split(line, comments=True) if not word.startswith("[")] for line in commands()]
+    named = [words for words in split if words[0] in find_models().checkpoints]
+    assert len(named) >= 8
+    for words in named:
+        read_pipeline(make_omni_args(ConfigCommand().parse(words)))
 
 
 def test_json_of_the_documentation_is_valid() -> None:

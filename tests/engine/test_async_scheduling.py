@@ -141,13 +141,13 @@ def test_waits_for_input(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine
     assert_same(step_until_idle(async_engine), expected)
 
 
-def test_a_request_in_quarantine(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
+def test_a_request_that_is_isolated(async_engine: OmniLLMEngine, text_engine: OmniLLMEngine) -> None:
     expected = run(text_engine, PROMPTS[:3], greedy(12))
     for index, prompt in enumerate(PROMPTS[:3]):
         async_engine.add_request(str(index), prompt, greedy(12))
     batches: list[set[str]] = []
     async_engine.watch_steps(lambda step: batches.append(set(step.num_computed_tokens)), lambda step: None)
-    async_engine.quarantine("1", 12)
+    async_engine.isolate("1", 12)
     assert_same(last_outputs(async_engine), expected)
     async_engine.watch_steps(lambda step: None, lambda step: None)
     with_it = [batch for batch in batches if "1" in batch]
@@ -171,7 +171,7 @@ def test_the_step_that_raised_is_named(
     expected = run(text_engine, PROMPTS[:3], greedy(12))
     for index, prompt in enumerate(PROMPTS[:3]):
         async_engine.add_request(str(index), prompt, greedy(12))
-    async_engine.quarantine("1", 12)
+    async_engine.isolate("1", 12)
     steps: list[StepRecord] = []
     async_engine.watch_steps(steps.append, lambda step: None)
     runner, method = runner_of(async_engine), METHODS[part][has_v2_runner(async_engine)]

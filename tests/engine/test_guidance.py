@@ -247,7 +247,7 @@ def test_others_go_on_after_a_step_that_raised(tight_engine, pairs, expected, mo
         with pytest.raises(ZeroDivisionError):
             tight_engine.step()
     assert tight_engine.recover() == []
-    tight_engine.quarantine("1", 40)
+    tight_engine.isolate("1", 40)
     outputs += step_until_idle(tight_engine)
     finished = {int(output.request_id): output.outputs[0].token_ids for output in outputs if output.finished}
     assert finished == {index: expected(*pairs[index]) for index in range(3)}

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
-from vllm.multimodal.media import MediaConnector
+from vllm.multimodal.media import ImageMediaIO, MediaConnector
 
-from vllm_omni.engine.images import fetch_images, show_images
+from vllm_omni.engine.images import OmniImageIO, fetch_images, show_images
 
 TURNED = Image.Exif()
 TURNED[ExifTags.Base.Orientation] = 6
@@ -81,3 +81,10 @@ def test_an_image_without_a_range_is_refused() -> None:
         show_images({"image": Image.new("F", (6, 4))})
     with pytest.raises(ValueError, match="has mode 'F'"):
         fetch({"type": "image_url", "image_url": {"url": uri(Image.new("F", (6, 4)), "TIFF")}})
+
+
+def test_a_reader_has_all_that_vllm_s_has_set() -> None:
+    theirs = ImageMediaIO("RGBA", rgba_background_color=(1, 2, 3))
+    theirs.decoded_budget = object()  # type: ignore[assignment]  # by a request, from vLLM 0.33 on
+    ours = OmniImageIO.from_vllm(theirs)
+    assert type(ours) is OmniImageIO and vars(ours) == vars(theirs)

@@ -16,7 +16,10 @@ from vllm_omni.engine.media_tokens import MediaTokens
 @pytest.fixture(scope="module", params=["tiny_qwen3_omni_moe", "tiny_qwen2_5_omni"])
 def processor(request: pytest.FixtureRequest) -> Any:
     model: Path = request.getfixturevalue(request.param)
-    return OmniInputProcessor(create_engine_args(str(model), dtype="float32").create_engine_config())
+    family = {"tiny_qwen3_omni_moe": "Qwen3OmniMoe", "tiny_qwen2_5_omni": "Qwen2_5Omni"}[request.param]
+    # As a pipeline has it. vLLM's own class would be inspected in a process that imports vLLM again.
+    arguments = create_engine_args(str(model), model_arch=f"{family}ThinkerForConditionalGeneration", dtype="float32")
+    return OmniInputProcessor(arguments.create_engine_config())
 
 
 @pytest.mark.parametrize(

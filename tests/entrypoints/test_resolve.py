@@ -321,7 +321,10 @@ def test_a_configuration_of_the_checkpoint_with_other_types(content: str, tmp_pa
 
 def test_a_wrong_configuration_of_vllms_is_one_line(tiny_qwen3: Path) -> None:
     arguments = {"structured_outputs_config": {"backend": "nothing"}}
-    with pytest.raises(StageConfigError, match=r"^stage 0 \(text\): engine_args: backend: .*$"):
+    with pytest.raises(
+        StageConfigError,
+        match=r"^stage 0 \(text\): engine_args: \w+\.backend: 'nothing' must be .*$",
+    ):
         resolve_pipeline(OmniArgs(model=str(tiny_qwen3), engine_args=arguments))
 
 

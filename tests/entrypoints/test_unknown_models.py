@@ -50,6 +50,14 @@ def test_a_model_that_nobody_knows_is_refused(tmp_path: Path, config: Any, archi
         stage_config_of(tmp_path, config, architecture)
     for word in (*words, str(tmp_path), find_models().describe()):
         assert word in str(error.value)
+    assert str(error.value).endswith("\nto add a model: docs/adding_a_model.md")
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "model.gguf"])
+def test_a_folder_without_a_configuration_is_refused_as_an_unknown_model(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(StageConfigError, match=r"\nto add a model: docs/adding_a_model\.md$"):
+        read_pipeline(OmniArgs(model=str(tmp_path)))
 
 
 @pytest.mark.slow  # vLLM imports a model when it is first asked about it, and keeps what it finds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages on one GPU keep their budgets, and are replaced when they are killed."""
+"""Stages on one GPU keep their budgets, have the room that `doctor` computes, and are replaced when they are killed."""
 
 import os
 import signal
@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.gpu.pipelines import LIMITS, assert_same, speak, used_mib
 from vllm_omni import OmniLLM
+from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.entrypoints.cli.doctor_memory import Machine, MemoryPlanner
+from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.testing.media import mixed_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+BLOCK_SIZE = 16
 BUDGETS_MIB = {"thinker": 4096, "talker": 3072, "code2wav": 2048}
 CONTEXT_MIB = 1024
 """Of a process besides its budget, at most: CUDA's context, and libraries' code."""
@@ -29,6 +34,7 @@ class Budgeted(NamedTuple):
     """
 
     llm: OmniLLM
+    args: OmniArgs
     before: int
     prompts: list[Any]
 
@@ -37,9 +43,10 @@ class Budgeted(NamedTuple):
 def budgeted(tiny_qwen3_omni_moe: Path) -> Iterator[Budgeted]:
     overrides = {name: {"runtime": {"memory": f"{mib}MiB"}} for name, mib in BUDGETS_MIB.items()}
     before = used_mib()
-    args = {"dtype": "float32", "enforce_eager": True, "stage_overrides": overrides, **LIMITS}
-    with OmniLLM(str(tiny_qwen3_omni_moe), **args) as llm:
-        yield Budgeted(llm, before, mixed_prompts(tiny_qwen3_omni_moe, 8))
+    engine_args = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK_SIZE, **LIMITS}
+    with OmniLLM(str(tiny_qwen3_omni_moe), stage_overrides=overrides, **engine_args) as llm:
+        args = OmniArgs(model=str(tiny_qwen3_omni_moe), engine_args=engine_args, stage_overrides=overrides)
+        yield Budgeted(llm, args, before, mixed_prompts(tiny_qwen3_omni_moe, 8))
 
 
 def test_stages_keep_their_budgets(budgeted: Budgeted) -> None:
@@ -48,6 +55,16 @@ def test_stages_keep_their_budgets(budgeted: Budgeted) -> None:
     used = used_mib() - budgeted.before
     assert used <= sum(BUDGETS_MIB.values()) + len(BUDGETS_MIB) * CONTEXT_MIB
     assert all(stage.kv_blocks_total > 0 for stage in budgeted.llm.stats() if stage.name != "code2wav")
+
+
+def test_kv_caches_have_the_room_that_doctor_computes(budgeted: Budgeted) -> None:
+    """Or more, since it counts on more activations and graphs; at most what the weights leave."""
+    planner = MemoryPlanner(read_pipeline(budgeted.args).with_checkpoints, budgeted.args.model)
+    plans = planner.plan(Machine("this GPU", (torch.cuda.mem_get_info()[1],))).stages
+    for plan, stats in zip(plans[:2], budgeted.llm.stats()[:2], strict=True):
+        assert plan.needs is not None and plan.budget is not None
+        most = (plan.budget - plan.needs.weights) / plan.needs.kv_token
+        assert 0 < plan.room <= stats.kv_blocks_total * BLOCK_SIZE <= most, (stats.name, plan)
 
 
 @pytest.mark.parametrize("name", BUDGETS_MIB)
@@ -77,7 +94,7 @@ def test_requests_of_a_killed_stage_fail_or_complete(budgeted: Budgeted) -> None
 
 
 def process_of(llm: OmniLLM, index: int) -> int:
-    return llm._pipeline.orchestrator._supervisor.groups[index].process.pid
+    return llm._pipeline.orchestrator._supervisor.stages[index].process.pid
 
 
 def wait_for_restart(llm: OmniLLM, index: int, restarts: int) -> None:

@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The omni models on one GPU in other forms: in one process, and in bfloat16. Each pipeline ends with its test."""
-
-from pathlib import Path
+"""The omni models on one GPU in bfloat16. Each pipeline ends with its test."""
 
 import pytest
-import yaml
 from vllm import SamplingParams
 
-from tests.gpu.pipelines import LIMITS, Case, assert_same, speak
+from tests.gpu.pipelines import LIMITS, Case, speak
 from vllm_omni import OmniLLM
-from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.media import make_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 BFLOAT16_TOLERANCE = 0.2
 """Of the log-probability of a prompt's token, on average; on a CPU it is 0.06 for Qwen2.5-Omni's random weights."""
-
-
-def test_a_process_of_three_stages_equals_transformers(case: Case, tmp_path: Path) -> None:
-    config = yaml.safe_load((stage_configs_dir() / f"{case.name}.yaml").read_text())
-    for stage in config["stage_args"]:
-        stage["runtime"]["process"] = "all"
-    path = tmp_path / "shared.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with OmniLLM(str(case.model), str(path), dtype="float32", enforce_eager=True, **LIMITS) as llm:
-        assert_same(speak(llm, case.prompts), case.expected)
 
 
 def test_bfloat16_is_near_float32(case: Case) -> None:

@@ -187,8 +187,8 @@ def test_the_engine_metrics_of_a_restarted_stage_begin_at_zero(tiny_qwen3: Path)
     with quick_servers(), OmniLLM(str(tiny_qwen3), **arguments) as llm:
         llm.generate(["user hello"] * 3, params, use_tqdm=False)
         wait_for_tokens(18)
-        (group,) = llm._pipeline.orchestrator._supervisor.groups
-        os.kill(group.process.pid, signal.SIGKILL)
+        (stage,) = llm._pipeline.orchestrator._supervisor.stages
+        os.kill(stage.process.pid, signal.SIGKILL)
         wait_for_tokens(0)
         llm.generate("user hello", params, use_tqdm=False)
         wait_for_tokens(6)

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+import ctypes
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
+import torch
+from vllm.multimodal.media import audio
 
-from vllm_omni.metrics.logs import about, get_logger, log_to_stderr
+from vllm_omni.metrics import logs
+from vllm_omni.metrics.logs import about, get_logger, log_quietly, log_to_stderr
 from vllm_omni.metrics.text import SummaryLog
 
 
@@ -48,6 +56,59 @@ def test_lines_of_vllm_leave_a_programs_output(monkeypatch, capsys):
     log_to_stderr()  # The variable is the user's word.
     get_logger("vllm_omni.x").error("failed")
     assert capsys.readouterr() == ("failed\n", "")
+
+
+def test_torch_that_was_imported_before_logs_errors_only(monkeypatch):
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    before, level.value = level.value, 1  # warnings
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    for name in logs._LIBRARIES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
+    monkeypatch.setattr(logs, "configure_process", lambda: None)
+    try:
+        log_quietly()
+        assert level.value == 2 and logs.is_quiet()
+    finally:
+        level.value = before
+
+
+def test_warnings_of_an_import_are_not_printed_by_python(monkeypatch, capsys):
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    with logs.handle_import_warnings():
+        logger.warning("Triton is installed, but doesn't include CPU backend.")
+    assert logger.handlers == [] and capsys.readouterr() == ("", "")
+    logger.warning("later")
+    assert capsys.readouterr().err == "later\n"
+
+
+def test_vllm_does_not_warn_for_each_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    monkeypatch.setattr(audio, "_torchcodec_import_exc", ImportError("no such package"))
+    monkeypatch.setattr(audio, "AudioDecoder", None)
+    monkeypatch.setattr(logs, "is_quiet", lambda: True)
+    loggers = {name: logging.getLogger(name) for name in ("vllm", "vllm.multimodal.media.audio")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    loggers["vllm.multimodal.media.audio"].addHandler(handler)
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(1600), 16_000, format="WAV")
+    try:
+        audio.load_audio(file, sr=None)
+        assert len(found) == 1 and "torchcodec" in texts(found)[0]
+        logs.log_warnings()
+        audio.load_audio(file, sr=None)
+        assert len(found) == 1
+    finally:
+        loggers["vllm.multimodal.media.audio"].removeHandler(handler)
+        for name, level in levels.items():
+            loggers[name].setLevel(level)
 
 
 def test_a_line_names_its_request_and_its_stage(records):

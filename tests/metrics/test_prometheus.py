@@ -10,7 +10,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.metrics.reading import scrape
 from vllm_omni.metrics.prometheus import PrometheusObserver
-from vllm_omni.metrics.stats import CacheCounts, EdgeStats, MetricFamily, StageStats
+from vllm_omni.metrics.stats import CacheCounts, EdgeStats, MetricFamily, StageHealth, StageStats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
@@ -40,6 +40,9 @@ def test_the_metrics_of_a_stage(observer):
             num_scheduled=18,
             kv_blocks_used=7,
             kv_blocks_total=64,
+            unbatched=["transformer", "vae"],
+            resident_bytes=3 << 20,
+            device_bytes=5 << 20,
             caches={"encoder": CacheCounts(queries=8, hits=5)},
             edges={0: EdgeStats(num_payloads=6, num_bytes=600, seconds=0.25, num_windows=3)},
         )
@@ -50,6 +53,9 @@ def test_the_metrics_of_a_stage(observer):
         ("num_requests_running", "0", "0", "talker"): 2,
         ("kv_blocks_used", "0", "0", "talker"): 7,
         ("kv_blocks", "0", "0", "talker"): 64,
+        ("unbatched_networks", "0", "0", "talker"): 2,
+        ("stage_resident_memory_bytes", "0", "0", "talker"): 3 << 20,
+        ("stage_device_memory_bytes", "0", "0", "talker"): 5 << 20,
         ("cache_queries_total", "encoder", "0", "0", "talker"): 8,
         ("cache_hits_total", "encoder", "0", "0", "talker"): 5,
         ("stage_enqueued_total", "0", "0", "talker"): 9,
@@ -66,6 +72,21 @@ def test_the_metrics_of_a_stage(observer):
         ("edge_seconds_total", "0", "0", "thinker", "talker"): 0.25,
         ("edge_windows_total", "0", "0", "thinker", "talker"): 3,
     }
+
+
+def test_the_state_of_each_replica_is_read_by_a_scrape(observer):
+    assert not [key for key in scrape() if key[0].startswith("stage_state")]
+    health = [StageHealth(0, "thinker", 0, "ready"), StageHealth(3, "talker.1", 1, "restarting", num_restarts=2)]
+    observer.watch_health(lambda: health)
+    found = {key: value for key, value in scrape().items() if key[0] in ("stage_state", "stage_restarts_total")}
+    assert {key for key, value in found.items() if value == 1} == {
+        ("stage_state", "0", "0", "thinker", "ready"),
+        ("stage_state", "0", "1", "talker", "restarting"),
+    }
+    assert len(found) == 2 * 5 + 2 and found["stage_restarts_total", "0", "1", "talker"] == 2
+    health[1] = StageHealth(3, "talker.1", 1, "dead", num_restarts=3)
+    assert scrape()["stage_state", "0", "1", "talker", "dead"] == 1
+    assert scrape()["stage_state", "0", "1", "talker", "restarting"] == 0
 
 
 def test_the_callers_cache_of_media_is_read_by_a_scrape(observer):

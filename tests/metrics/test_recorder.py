@@ -33,7 +33,7 @@ def test_a_snapshot_has_all_counts():
     recorder = StageRecorder(5, "talker")
     work(recorder)
     caches = {"encoder": CacheCounts(queries=3, hits=1)}
-    assert recorder.snapshot(3, 2, (10, 64), caches, ["unet"]) == StageStats(
+    assert recorder.snapshot(3, 2, (10, 64), caches, ["unet"], (700, 90)) == StageStats(
         stage_id=5,
         name="talker",
         queue_depth=3,
@@ -48,6 +48,8 @@ def test_a_snapshot_has_all_counts():
         num_scheduled=3,
         kv_blocks_used=10,
         kv_blocks_total=64,
+        resident_bytes=700,
+        device_bytes=90,
         caches=caches,
         unbatched=["unet"],
         edges={

@@ -12,8 +12,8 @@ from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.events import CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageRequest
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.stats import StageStats
-from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.orchestrator.request import PipelineRequest
 

@@ -15,8 +15,8 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests.entrypoints.fake_pipelines import quick_servers
+from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
-from tests.orchestrator.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from vllm_omni import OmniLLM
 from vllm_omni.errors import PipelineStartError, StageConfigError
 
@@ -51,6 +51,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (info / "METADATA").write_text(METADATA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.delenv("VLLM_TARGET_DEVICE", raising=False)  # vLLM would ask no plugin; `make test VLLM=...` sets it
         patch.setattr(type(current_platform), "ray_device_key", "GPU")  # this process knows its platform already
         yield
 

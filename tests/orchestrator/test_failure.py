@@ -57,8 +57,8 @@ def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
 
 def processes(caller: Caller) -> dict[str, int]:
     """Process ids by the names of replicas."""
-    groups = caller.orchestrator._supervisor.groups
-    return {stage.instance.name: group.process.pid for group in groups if group.process for stage in group.stages}
+    stages = caller.orchestrator._supervisor.stages
+    return {stage.handle.instance.name: stage.process.pid for stage in stages if stage.process}
 
 
 def kill(caller: Caller, name: str) -> None:

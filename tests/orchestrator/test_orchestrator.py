@@ -26,7 +26,7 @@ from vllm_omni.errors import (
     StageExecutionError,
     StageStartError,
 )
-from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 
 CONFIG = make_config(*TRIANGLE)

@@ -26,7 +26,7 @@ from tests.orchestrator.pipelines import (
 from tests.orchestrator.test_failure import is_ready, kill, processes, restarts_of, wait_until
 from vllm_omni.errors import StageCrashError
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator import supervisor
+from vllm_omni.launch import supervisor
 from vllm_omni.outputs import StageOutput
 
 pytestmark = pytest.mark.slow

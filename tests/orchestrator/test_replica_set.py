@@ -8,8 +8,8 @@ import pytest
 
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.fake import FakeStage
-from vllm_omni.orchestrator.omni_stage import StageState
+from vllm_omni.launch.fake import FakeStage
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 
 SYSTEM_PROMPT = list(range(100))

@@ -19,7 +19,7 @@ from tests.orchestrator.pipelines import (
     state_of,
     texts,
 )
-from tests.orchestrator.test_failure import kill, processes, restarts_of, wait_until
+from tests.orchestrator.test_failure import kill, restarts_of, wait_until
 from vllm_omni.errors import RequestAbortedError
 from vllm_omni.events import CompletedEvent
 
@@ -94,13 +94,3 @@ def test_a_replica_that_dies_tries_its_own_requests_again_and_the_others_take_ne
         assert all(isinstance(end, CompletedEvent) for end in caller.wait(len(again)).values())
         restarts = {stage.name: stage.num_restarts for stage in caller.orchestrator.health()}
         assert restarts.pop("b.1") == 1 and not any(restarts.values())
-
-
-def test_stages_that_share_processes_share_them_replica_by_replica() -> None:
-    a = fake_stage(0, "a", (), "text", replicas=2, process="both")
-    b = fake_stage(1, "b", (0,), "text", replicas=2, process="both")
-    with running(a, b) as caller:
-        ids = processes(caller)
-        assert ids["a.0"] == ids["b.0"] != ids["a.1"] == ids["b.1"]
-        caller.submit("p")
-        assert texts(caller.wait_one()) == ["p>a", "p>a>b"]

@@ -24,7 +24,7 @@ from tests.orchestrator.test_failure import is_ready, kill, processes, raw_socke
 from vllm_omni.distributed.messages import ReadyMessage, send
 from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.errors import StageDeadError
-from vllm_omni.orchestrator.fork_server import ForkServer, StageProcess
+from vllm_omni.launch.fork_server import ForkServer, StageProcess
 from vllm_omni.stage.spec import StageSpec
 
 PAIR = (fake_stage(0, "a"), fake_stage(1, "b", (0,), "text"))
@@ -51,8 +51,7 @@ class Gate(ForkServer):
         self._open[name].clear()
 
     def fork(self, spec: bytes, timeout: float) -> StageProcess:
-        for one in msgspec.json.decode(spec, type=list[StageSpec]):
-            self._open[one.stage.name].wait()
+        self._open[msgspec.json.decode(spec, type=StageSpec).stage.name].wait()
         if self.is_broken:
             raise EOFError("the server is broken")
         process = kept_server().fork(spec, timeout)

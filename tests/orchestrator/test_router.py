@@ -30,13 +30,12 @@ from vllm_omni.errors import (
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.fake import FakeStage
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.metrics.stats import StageMetrics, StageState
 from vllm_omni.orchestrator import router as router_module
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.fake import FakeStage
-from vllm_omni.orchestrator.omni_stage import StageState
-from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
+from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.outputs import Completion, StageOutput
@@ -162,12 +161,14 @@ class Pipeline:
         """Whether a stage's death has taken the request, which is to be tried again."""
         assert self.events[request_id] == []
         return any(
-            stage_id in q.instances and r.request_id == again(request_id) for q in self.quarantines for r in q.waiting
+            q.stage_id == stage_id and r.request_id == again(request_id)
+            for q in self.isolated_retries
+            for r in q.waiting
         )
 
     @property
-    def quarantines(self) -> list[Quarantine]:
-        return self.router._quarantines
+    def isolated_retries(self) -> list[IsolatedRetry]:
+        return self.router._isolated_retries
 
     def submitted(self, stage_id: int) -> list[str]:
         return list(self.stages[stage_id].submits)
@@ -551,7 +552,7 @@ def test_requests_are_tried_again_one_by_one_and_new_ones_wait(pipeline: Pipelin
     pipeline.stages[A].credit.reset()
     complete_again(pipeline, "s")
     pipeline.router.admit()
-    assert "new" in pipeline.submitted(B) and pipeline.quarantines == []
+    assert "new" in pipeline.submitted(B) and pipeline.isolated_retries == []
     assert pipeline.router._retried == {}
 
 
@@ -594,7 +595,7 @@ def test_a_caller_that_has_output_gets_the_error(pipeline: Pipeline) -> None:
     pipeline.output(A, "r", "first")
     pipeline.result(A, "r", "text", b=0, c=0)
     pipeline.kill(B)
-    assert isinstance(pipeline.failure("r"), StageDeadError) and pipeline.quarantines == []
+    assert isinstance(pipeline.failure("r"), StageDeadError) and pipeline.isolated_retries == []
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -613,7 +614,7 @@ def test_requests_that_are_tried_again_can_be_aborted_and_have_deadlines(pipelin
     assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
     assert isinstance(pipeline.failure("timed"), RequestTimeoutError if is_running else RequestAbortedError)
     pipeline.router.admit()
-    assert pipeline.quarantines == [] and [stage.num_requests for stage in pipeline.stages.values()] == [0, 0, 0]
+    assert pipeline.isolated_retries == [] and [stage.num_requests for stage in pipeline.stages.values()] == [0, 0, 0]
 
 
 def test_a_process_is_not_kept_for_long(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,7 +624,7 @@ def test_a_process_is_not_kept_for_long(pipeline: Pipeline, monkeypatch: pytest.
     assert pipeline.router.due == clock.now + LIMIT_S
     clock.now += LIMIT_S
     pipeline.router.admit()
-    assert isinstance(pipeline.failure("s"), StageDeadError) and pipeline.quarantines == []
+    assert isinstance(pipeline.failure("s"), StageDeadError) and pipeline.isolated_retries == []
     pipeline.result(A, again("r"), "text", b=1, c=0)
     pipeline.kill(B)
     assert type(pipeline.failure("r")) is StageDeadError, "others may have been there"
@@ -639,7 +640,7 @@ def test_nothing_waits_for_a_process_that_waits_for_a_node(pipeline: Pipeline) -
     assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
     assert type(pipeline.failure("r")) is StageDeadError
     pipeline.router.admit()
-    assert pipeline.quarantines == []
+    assert pipeline.isolated_retries == []
 
 
 def test_a_stage_that_is_taken_for_dead_fails_those_that_wait_for_it(pipeline: Pipeline) -> None:

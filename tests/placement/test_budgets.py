@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement import budgets
 from vllm_omni.placement.budgets import apply_budgets
@@ -87,7 +86,7 @@ def test_an_engine_argument_of_the_caller_overrides_the_file() -> None:
         ([{"devices": 1, "memory": "50GiB"}], ["device 1", "1.250"]),
         ([{"devices": 0, "memory": 0.5}, {"devices": 0, "memory": 0.6, "engine_type": "fake"}], ["0.600", "1.100"]),
         ([{"devices": 0}, {"devices": 0, "memory": "40GiB", "engine_type": "DiT"}], ["0.920", "0.500", "1.420"]),
-        ([{"process": "x", "devices": 0}, {"process": "x"}], ["device 0", "1.840"]),
+        ([{"devices": 0}, {}], ["device 0", "1.840"]),
         (
             [
                 {"devices": "0,1", "memory": 0.6, "engine_args": {"tensor_parallel_size": 2}},
@@ -132,14 +131,6 @@ def test_an_argument_that_is_not_a_number_is_an_error(stage: dict[str, Any], say
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_diffusion_stage_with_a_budget_has_its_own_process() -> None:
-    painter = {"process": "x", "engine_type": "DiT"}
-    with pytest.raises(StageConfigError, match=r"stage 1 \(b\): runtime.memory would limit stage 0 \(a\) too"):
-        apply_budgets(pipeline({"process": "x", "memory": 0.5}, {"memory": 0.4, **painter}))
-    apply_budgets(pipeline({"process": "x", "memory": 0.5}, painter))
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_bytes_of_a_device_of_unknown_size() -> None:
     assert applied("gpu_memory_utilization", {"devices": "MIG-a", "memory": 0.5}, {"devices": "MIG-a", "memory": 0.5})
 
@@ -181,13 +172,3 @@ def test_a_budget_with_vllm_s_environment_variable_is_an_error(monkeypatch: pyte
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     with pytest.raises(StageConfigError, match="no effect while VLLM_CPU_KVCACHE_SPACE is set; unset one"):
         apply_budgets(pipeline({"memory": "1GiB"}))
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_one_step_stage_is_limited_only_in_a_process_of_its_own() -> None:
-    speaks = {"engine_type": "generation", "memory": 0.1, "engine_args": {"additional_config": {"mine": 1}}}
-    writes = {"memory": 0.5}
-    alone = [{**stage, "devices": 0} for stage in (writes, speaks)]
-    together = [{**stage, "process": "both"} for stage in alone]
-    assert applied("additional_config", *alone) == [None, {"mine": 1}]
-    assert applied("additional_config", *together) == [None, {"mine": 1, SHARES_PROCESS: True}]

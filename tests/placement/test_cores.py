@@ -40,9 +40,6 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
         ([{"cpus": 8}], [(list(range(2, 10)), 8)]),
         # No core is left: the other processes are not bound.
         ([{"cpus": "2-9"}, {}], [(list(range(2, 10)), 8), (None, 1)]),
-        # Stages of one process have the same cores.
-        ([{"process": "x"}, {}, {"process": "x", "cpus": 2}], [([2, 3], 2), ([4, 5, 6, 7, 8, 9], 5), ([2, 3], 2)]),
-        ([{"process": "x"}, {"process": "x"}, {}], [(None, 4)] * 3),
         # Each replica has its own.
         ([{"replicas": 2, "cpus": 2}, {}], [([2, 3], 2), ([6, 7, 8, 9], 3), ([4, 5], 2)]),
         ([{"replicas": 2, "cpus": ["2", "3-4"]}], [([2], 1), ([3, 4], 2)]),

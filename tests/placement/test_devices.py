@@ -102,12 +102,12 @@ def test_the_devices_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     config = pipeline(
         {"devices": "1,2", **two_wide},
         context,
-        {"process": "x"},
-        {"process": "x", "devices": 2},
+        {},
+        {"devices": 2},
         {"devices": "0,1", "engine_type": "fake"},
         {"devices": "2,0", "engine_type": "DiT", "engine_args": {"data_parallel_size": 2}},
     )
-    assert stage_devices(config) == {0: ["5", "6"], 1: ["4", "5"], 2: ["6"], 3: ["6"], 4: ["4", "5"], 5: ["6", "4"]}
+    assert stage_devices(config) == {0: ["5", "6"], 1: ["4", "5"], 2: ["4"], 3: ["6"], 4: ["4", "5"], 5: ["6", "4"]}
 
 
 def test_the_devices_of_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,21 @@ CONFLICT = f"ERROR: Cannot install {TORCH} because these package versions have c
 
 
 @pytest.fixture
-def set_up():
-    """The script's functions, with a fake `pip_install`, which returns `results` in order and records its calls."""
+def script(tmp_path):
+    """The script's functions, with a log of their own."""
     names = runpy.run_path(str(SCRIPTS / "set_up.py"))
     namespace = names["main"].__globals__
+    namespace |= {"ROOT": tmp_path, "LOG": tmp_path / "build" / "set_up.log"}
+    namespace["LOG"].parent.mkdir()
+    namespace["LOG"].write_text("")
+    return SimpleNamespace(**{**names, "LOG": namespace["LOG"]}, namespace=namespace)
+
+
+@pytest.fixture
+def set_up(script):
+    """The same with a fake `pip_install`, which returns `results` in order and records its calls."""
+    namespace = script.namespace
+    namespace["ROOT"] = SCRIPTS.parent
     calls, results = [], []
 
     def pip_install(python, *arguments):
@@ -28,7 +39,7 @@ def set_up():
         return results.pop(0)
 
     namespace["pip_install"] = pip_install
-    return SimpleNamespace(**names, calls=calls, results=results, namespace=namespace)
+    return SimpleNamespace(**vars(script), calls=calls, results=results)
 
 
 def test_torch_comes_from_pips_index_if_available(set_up):
@@ -60,7 +71,7 @@ def test_a_torch_found_nowhere_is_an_error_with_the_indexes(set_up):
 
 def test_a_constraint_that_no_index_can_meet_is_left_to_pips_words(set_up):
     set_up.results += [CONFLICT, CONFLICT]
-    with pytest.raises(SystemExit, match="pip failed, see above"):
+    with pytest.raises(SystemExit, match="pip failed; above is the end of its output"):
         set_up.install_torch("python")
 
 
@@ -92,22 +103,20 @@ def pip_without_settings(monkeypatch):
 
 
 @pytest.mark.slow
-def test_pip_install_returns_the_output_of_a_failure(pip_without_settings, capfd):
-    pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
-    output = pip_install(sys.executable, "--no-index", "no-such-distribution")
+def test_pip_install_returns_the_output_of_a_failure(pip_without_settings, script, capfd):
+    output = script.pip_install(sys.executable, "--no-index", "no-such-distribution")
     assert "No matching distribution found for no-such-distribution" in output
-    assert "No matching distribution" in capfd.readouterr().out
-    assert pip_install(sys.executable, "--no-index", "pip") is None
+    assert script.LOG.read_text().endswith(output) and not any(capfd.readouterr())
+    assert script.pip_install(sys.executable, "--no-index", "pip") is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("constraint, message", [("", NOT_FOUND), ("torch<=2.14.1", CONFLICT)])
-def test_pips_words_for_a_missing_build(pip_without_settings, tmp_path, monkeypatch, constraint, message):
+def test_pips_words_for_a_missing_build(pip_without_settings, script, tmp_path, monkeypatch, constraint, message):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     (tmp_path / "constraints.txt").write_text(constraint)
     monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
-    pip_install = runpy.run_path(str(SCRIPTS / "set_up.py"))["pip_install"]
-    assert message in pip_install(str(tmp_path / "venv" / "bin" / "python"), "--no-deps", "--no-index", TORCH)
+    assert message in script.pip_install(str(tmp_path / "venv" / "bin" / "python"), "--no-deps", "--no-index", TORCH)
 
 
 def test_an_unsupported_python_is_skipped(set_up, monkeypatch):
@@ -135,3 +144,26 @@ def test_a_python_that_does_not_run_has_no_version(set_up, tmp_path):
 
 def test_a_working_environment_is_kept(set_up):
     assert set_up.make_venv(Path(sys.prefix)) == str(Path(sys.prefix) / "bin" / "python")
+
+
+def test_steps_have_numbers_and_times_and_the_end_of_a_failure_is_printed(script, tmp_path, capfd):
+    """What the programs print is in a file: the first of 30 lines only there."""
+    python, stamp = sys.executable, tmp_path / "stamp"
+    stamp.touch()
+    code = "import sys; print(*range(30), sep='\\n'); sys.exit(3)"
+    script.namespace |= {
+        "make_venv": lambda venv: python,
+        "install_torch": lambda python: [],
+        "install_project": lambda python, extra, pins: script.run([python, "-c", "print('quiet')"]),
+        "install_weights": lambda python: script.run([python, "-c", code]),
+    }
+    with pytest.raises(SystemExit, match=f"failed; above is the end of its output, all of which is in {script.LOG}"):
+        script.main("venv", str(stamp))
+    lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
+    assert lines[0] == "Setting up venv; what pip prints is in build/set_up.log"
+    steps = [line for line in lines if line.startswith("[")]
+    assert [step.split("]")[0] for step in steps] == ["[1/6", "[2/6", "[3/6", "[4/6"]
+    assert sum(line.startswith("done after ") for line in lines) == 3
+    assert lines[-20:] == [str(number) for number in range(10, 30)]
+    assert "quiet" in script.LOG.read_text() and "\n0\n1\n" in script.LOG.read_text()
+    assert not stamp.exists()  # `make` tries again.

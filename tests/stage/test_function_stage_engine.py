@@ -10,15 +10,14 @@ import msgspec
 import pytest
 
 from tests.stage.running_engine import PATIENCE, RunningEngine
-from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import FunctionStage, load_function_stage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, Stream, StreamChunk
-from vllm_omni.stage.engines.function_stage import FunctionStageThreads
+from vllm_omni.stage.engines.function import FunctionStageEngine
 from vllm_omni.stage.watchdog import StepTimer
-from vllm_omni.stage.worker import make_stage_engine
 
 
 class Settings(msgspec.Struct):
@@ -72,18 +71,18 @@ class Recorder(FunctionStage):
 STAGE = OmniStageConfig(stage_id=1, engine_type="function", function=f"{__name__}.Recorder")
 
 
-def make_stage(num_threads: int = 1) -> tuple[FunctionStageThreads, Recorder]:
+def make_stage(num_threads: int = 1) -> tuple[FunctionStageEngine, Recorder]:
     function = Recorder(STAGE, "model")
-    engine = FunctionStageThreads(Outbox(), function, num_threads)
+    engine = FunctionStageEngine(Outbox(), function, num_threads)
     engine.start()
     return engine, function
 
 
 @pytest.fixture
-def run() -> Iterator[Callable[[FunctionStageThreads], RunningEngine]]:
+def run() -> Iterator[Callable[[FunctionStageEngine], RunningEngine]]:
     running: list[RunningEngine] = []
 
-    def run(engine: FunctionStageThreads) -> RunningEngine:
+    def run(engine: FunctionStageEngine) -> RunningEngine:
         running.append(RunningEngine(engine))
         return running[-1]
 
@@ -92,7 +91,7 @@ def run() -> Iterator[Callable[[FunctionStageThreads], RunningEngine]]:
         each.stop()
 
 
-Run = Callable[[FunctionStageThreads], RunningEngine]
+Run = Callable[[FunctionStageEngine], RunningEngine]
 
 
 def source(text: str) -> dict[int, StageOutput]:
@@ -346,10 +345,10 @@ def test_each_thread_has_a_time_limit(run: Run) -> None:
 
 
 def test_a_stage_configuration_names_the_class() -> None:
-    engine = make_stage_engine(STAGE, "model", Outbox())
-    assert isinstance(engine, FunctionStageThreads) and engine.capacity == 32
+    engine = STAGE.kind.make_engine("model", Outbox())
+    assert isinstance(engine, FunctionStageEngine) and engine.capacity == 32
     four = msgspec.structs.replace(STAGE, runtime=StageRuntimeConfig(max_batch_size=4))
-    assert make_stage_engine(four, "model", Outbox()).capacity == 128
+    assert four.kind.make_engine("model", Outbox()).capacity == 128
 
 
 def test_any_other_class_is_refused() -> None:

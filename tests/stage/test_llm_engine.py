@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An autoregressive stage: input in chunks, output in pieces, aborts. With a real engine and a tiny checkpoint."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -9,7 +11,8 @@ from tests.engine.running import greedy, random_prompts
 from tests.stage.running_engine import RunningEngine, chunk, is_readable, new_request
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Result, Stream, StreamChunk
+from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, Stream, StreamChunk
+from vllm_omni.stage.engines.llm import LLMStageEngine
 
 HIDDEN = 128
 
@@ -403,3 +406,9 @@ def expected_without_feed(running: RunningEngine, prompt: list[int]) -> list[int
     running.put(whole("plain", prompt, greedy(30)))
     (output,) = running.finish("plain")
     return output.completions[0].token_ids
+
+
+@pytest.mark.parametrize(("is_eager", "compiles"), [(True, False), (False, True)])
+def test_whether_it_compiles_is_known_before_it_starts(tiny_qwen3: Path, is_eager: bool, compiles: bool) -> None:
+    engine = LLMStageEngine(Outbox(), 0, str(tiny_qwen3), "ar", {"enforce_eager": is_eager})
+    assert engine.compiles_at_start() is compiles

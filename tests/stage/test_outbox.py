@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.stage.running_engine import PATIENCE, is_readable
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import NewRequest, Outbox, Result
-from vllm_omni.stage.engines.function import BatchFunctionStageEngine
 
 
 def result(request_id: str) -> Result:
@@ -98,7 +98,9 @@ def echo(requests: Sequence[StageRequest], sources: Sequence[Mapping[int, StageO
 
 def test_a_batch_of_a_function_wakes_the_reader_once(monkeypatch: pytest.MonkeyPatch) -> None:
     outbox = Outbox()
-    engine = BatchFunctionStageEngine(outbox, 0, f"{__name__}.echo", 64)
+    runtime = StageRuntimeConfig(max_batch_size=64)
+    stage = OmniStageConfig(stage_id=0, engine_type="function", batch_function=f"{__name__}.echo", runtime=runtime)
+    engine = stage.kind.make_engine("", outbox)
     engine.start()
     for number in range(64):
         engine.inbox.put(NewRequest(StageRequest(request_id=str(number))))

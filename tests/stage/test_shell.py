@@ -58,7 +58,7 @@ from vllm_omni.stage.engines.base import (
 )
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import SourceSpec, StageSpec
-from vllm_omni.stage.watchdog import StepTimer, Watchdog
+from vllm_omni.stage.watchdog import COMPILE_S, StepTimer, Watchdog
 
 
 class RecordingEngine(StageEngine):
@@ -414,7 +414,9 @@ def test_code_of_a_model_that_hangs_on_this_thread_is_overdue(tmp_path: Path, en
     watchdog.start()
     with contextlib.closing(Peers(tmp_path, timer, Hanging(None))) as peers:
         peers.start()
-        peers.start_requests("ab")  # The first may take longer.
+        peers.start_requests("ab")  # The first may take longer, and the orchestrator is told.
+        alive = peers.receive()
+        assert isinstance(alive, AliveMessage) and alive.more_s == COMPILE_S
     assert ended.messages == ["joiner: the stage input processor took longer than 0.2 s (runtime.step_timeout_s)"]
 
 

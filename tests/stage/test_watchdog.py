@@ -27,14 +27,14 @@ from tests.stage.conftest import Ended
 from tests.stage.running_engine import PATIENCE, RunningEngine
 from tests.stage.test_llm_engine import whole
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.inputs import StageRequest
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.base import NewRequest, Outbox, RequestItem
 from vllm_omni.stage.engines.diffusion import DiffusionStageEngine
 from vllm_omni.stage.engines.fake import FakeStageEngine
-from vllm_omni.stage.engines.function import FunctionStageEngine
+from vllm_omni.stage.engines.function import FunctionStageEngine, PlainFunction
 from vllm_omni.stage.watchdog import COMPILE_S, INTAKE, STEP, StepTimer, Watchdog
 
 
@@ -81,15 +81,14 @@ def start() -> Iterator[Callable[[PipelineConfig], Caller]]:
         orchestrator.close()
 
 
-def limited(stage: dict[str, Any], limit_s: float, process: bool | str = True) -> dict[str, Any]:
-    return stage | {"runtime": {"step_timeout_s": limit_s, "process": process}}
+def limited(stage: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    return stage | {"runtime": {"step_timeout_s": limit_s}}
 
 
-@pytest.mark.parametrize("process", [True, "shared by all"])
-def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller], process: bool | str) -> None:
+def test_requests_fail_and_the_stage_restarts(start: Callable[[PipelineConfig], Caller]) -> None:
     a, _, c = TRIANGLE
     b = function_stage(1, "b", hang, (0,))
-    stages = limited(a, 3600.0, process), limited(b, 1.0, process), limited(c, 0, process)
+    stages = limited(a, 3600.0), limited(b, 1.0), limited(c, 0)
     caller = start(make_config(*stages, restart={"backoff_s": 0.01}))
     for _ in range(2):
         caller.submit("good")
@@ -244,8 +243,9 @@ def test_a_diffusion_stage_times_its_steps() -> None:
 
 
 def test_each_piece_of_a_generator_has_the_limit_of_a_step() -> None:
-    engine = FunctionStageEngine(Outbox(), 0, "")
-    engine._function = lambda request, sources: iter([{"text": "a"}, {"text": "b"}])  # type: ignore[assignment]
+    stage = OmniStageConfig(stage_id=0, engine_type="function")
+    two_pieces = PlainFunction(stage, "", lambda request, sources: iter([{"text": "a"}, {"text": "b"}]))
+    engine = FunctionStageEngine(Outbox(), two_pieces)
     engine.step_timer = timer = RecordingTimer()
     running = RunningEngine(engine)
     running.put(NewRequest(StageRequest(request_id="r")))

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_omni.model_executor.interfaces import RequestSpan
-from vllm_omni.worker.gpu_ar_model_runner import LeavingRows, RowTracker, SelectedRows
+from vllm_omni.worker.gpu_ar_model_runner import LeavingRows, OutputWithRows, RowTracker, SelectedRows
 
 
 def span(req_id, start, position, num_rows, num_prompt, num_tokens):
@@ -143,3 +143,20 @@ class TestSelectedRows:
         rows = SelectedRows({"a": torch.zeros(4, 2)}, [(1, 1), (4, 4)])
         rows.wait()
         assert rows.parts == [{}, {}]
+
+
+def test_what_vllm_keeps_of_a_step_that_raised_is_passed_on():
+    kept = KVConnectorOutput()
+
+    class Failed(AsyncModelRunnerOutput):
+        def get_output(self):
+            raise RuntimeError("the copy has failed")
+
+        def get_kv_connector_output(self):
+            return kept
+
+    tracker = RowTracker(emits_prompt_rows=True)
+    output = OutputWithRows(Failed(), start(tracker, ("a", 0, 3, 3, 3)))
+    with pytest.raises(RuntimeError, match="the copy has failed"):
+        output.get_output()
+    assert output.get_kv_connector_output() is kept

@@ -11,7 +11,6 @@ import torch
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.worker.gpu_worker import GPUARWorker, GPUGenerationWorker, is_device_broken
 
 
@@ -24,6 +23,7 @@ class InThisThread(WorkerProc, MultiprocExecutor):
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.rank = 0
+        self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=False))
         self.use_async_scheduling = False
         self.is_failed = False
         self.futures_queue = deque()
@@ -79,9 +79,7 @@ def test_a_one_step_stage_is_limited_to_its_memory(limits: Any, monkeypatch: Any
     assert limits == [(0.1, torch.device("cuda:1"))]
 
 
-def test_a_memory_limit_does_not_apply_to_stages_that_share_the_process(limits: Any, monkeypatch: Any) -> None:
-    """torch knows limits of processes only."""
-    init(GPUGenerationWorker, "cuda:0", monkeypatch, **{SHARES_PROCESS: True})
+def test_stages_with_a_kv_cache_and_those_on_a_cpu_are_not_limited(limits: Any, monkeypatch: Any) -> None:
     init(GPUARWorker, "cuda:0", monkeypatch)
     init(GPUGenerationWorker, "cpu", monkeypatch)
     assert limits == []

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.config.utils import convert
+from vllm_omni.config.utils import convert_config
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
 
@@ -104,7 +104,7 @@ def _registered_code() -> _Code:
     found = []
     for file in find_models().stage_configs.values():
         try:
-            stages = convert(yaml.safe_load(file.read_text(encoding="utf-8")), PipelineConfig).stage_args
+            stages = convert_config(yaml.safe_load(file.read_text(encoding="utf-8")), PipelineConfig).stage_args
         except (OSError, yaml.YAMLError, msgspec.ValidationError):
             continue  # The error of whoever uses that file.
         for stage in stages:

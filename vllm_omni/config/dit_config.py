@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 DIT_PARALLEL_SIZES = ("data_parallel_size", "ulysses_degree", "ring_degree")
@@ -56,11 +56,11 @@ class DiTConfig:
     everything after that (`denoiser`), or a list of components, if other stages make what the rest would. The stage
     loads the weights of its part only."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights: `auto` is bfloat16 on an accelerator, float32 on a CPU."""
+    """Type of the weights: `auto` is bfloat16 on an accelerator, float32 on a CPU."""
     revision: str | None = None
-    """Of the checkpoint on the hub."""
+    """Revision of the checkpoint on the hub."""
     variant: str | None = None
-    """Of the checkpoint's weight files (`fp16`)."""
+    """Variant of the checkpoint's weight files, such as `fp16`."""
     use_safetensors: bool = True
     """Refuse pickled weights."""
     trust_remote_code: bool = False
@@ -78,18 +78,18 @@ class DiTConfig:
     """One of diffusers' caching methods for denoisers. Such a stage computes one output at a time, because the cache
     depends on all outputs of a batch."""
     cache_config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the caching method, as JSON or YAML: `{threshold: 0.1}`."""
+    """Settings of the `cache_backend`, as JSON or YAML: `{threshold: 0.1}`."""
     compile: bool = False
     """Compile the denoiser with torch.compile."""
     quantization: dict[str, Any] | None = None
     """Arguments of diffusers' `PipelineQuantizationConfig`."""
     data_parallel_size: int = 1
-    """Copies of the denoiser, each on a device (or on several, see below), that share the rows of a batch: its guided
-    and its unguided half, and outputs of several requests."""
+    """Copies of the denoiser, each on a device, or on the several of `ulysses_degree` or `ring_degree`, that share the
+    rows of a batch: its guided and its unguided half, and outputs of several requests."""
     ulysses_degree: int = 1
     """Devices that share each row of a batch by its tokens, with diffusers' Ulysses attention."""
     ring_degree: int = 1
-    """The same with diffusers' ring attention. Accelerators only."""
+    """Devices that share each row of a batch by its tokens, with diffusers' ring attention. Accelerators only."""
     max_loras: int = 8
     """LoRA adapters that stay loaded."""
     lora_modules: dict[str, str] = field(default_factory=dict)
@@ -146,10 +146,11 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
                 f"{where}: a diffusion stage has no {key!r}{nearest(key, DIT_SETTINGS)} (known here: {known})"
             )
     try:
-        config = convert(dict(engine_args), DiTConfig)
+        config = convert_config(dict(engine_args), DiTConfig)
     except msgspec.ValidationError as error:
         problem, key = split_error(error)
-        raise StageConfigError(f"{where}.{key or '?'}: {problem}{_choices(key)}") from error
+        given = given_value(error, engine_args)
+        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given}{_choices(key)}") from error
     for key, minimum in _MINIMUM.items():
         value = getattr(config, key)
         if value is not None and not minimum <= value < float("inf"):

@@ -13,21 +13,19 @@ import yaml
 
 from vllm_omni.config.checkpoint_rules import check_checkpoint_config
 from vllm_omni.config.resources import check_resources
+from vllm_omni.config.stage import STAGE_TYPES, OmniStageConfig
 from vllm_omni.config.stage_config import (
     NIXL,
     SENTENCES,
     SHM_THRESHOLD,
-    OmniStageConfig,
     PipelineConfig,
     RuntimeConfig,
     WindowConfig,
 )
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 from vllm_omni.extras import install_command
 
-OUTPUT_TYPES = ("text", "audio", "image", "video", "latent")
-"""Of the stages of vLLM and diffusers; functions name theirs."""
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
@@ -83,9 +81,15 @@ def parse_pipeline_config(raw: Any, source: str, untrusted_checkpoint: Path | No
     if not isinstance(raw, Mapping):
         raise StageConfigError(f"{source}: must be a mapping with the key 'stage_args'")
     try:
-        config = convert(raw, PipelineConfig)
+        config = convert_config(raw, PipelineConfig)
     except msgspec.ValidationError as error:
-        raise StageConfigError(f"{source}: {_explain(error)}") from error
+        raise StageConfigError(f"{source}: {_explain(error, raw)}") from error
+    for index, stage in enumerate(config.stage_args):
+        location = f"stage_args[{index}]"
+        try:
+            stage.kind  # noqa: B018 (chosen here)
+        except StageConfigError as error:
+            raise StageConfigError(f"{source}: {_stage_name(location, raw)}{location}.{error}") from error
     config = config.with_stage_args(sorted(config.stage_args, key=lambda stage: stage.stage_id))
     try:
         if untrusted_checkpoint is not None:
@@ -122,22 +126,40 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
-def _explain(error: msgspec.ValidationError) -> str:
-    """The message for an error of msgspec's, with key and remedy."""
+def _explain(error: msgspec.ValidationError, raw: Any) -> str:
+    """The message for an error of msgspec's, with stage, key, value and remedy."""
     problem, location = split_error(error)
     unknown = re.search(r"unknown field `(.+?)`", problem)
     if unknown is None:
-        return f"{location or 'top level'}: {problem}"
-    known = _known_keys(location)
+        details = f"{problem}{given_value(error, raw)}{_choices(location)}"
+        return f"{_stage_name(location, raw)}{location or 'top level'}: {details}"
+    known = [field.encode_name for field in _type_at(location).fields]
     key = f"{location}.{unknown.group(1)}" if location else unknown.group(1)
     return f"unknown key {key!r}{nearest(unknown.group(1), known)} (known here: {', '.join(known)})"
 
 
-def _known_keys(location: str) -> list[str]:
+def _stage_name(location: str, raw: Any) -> str:
+    """`stage 'thinker': `, of a location in a stage that has a name."""
+    try:
+        name = raw["stage_args"][int(re.findall(r"^stage_args\[(\d+)]", location)[0])]["engine_args"]["model_stage"]
+    except (LookupError, TypeError):
+        return ""
+    return f"stage {name!r}: "
+
+
+def _choices(location: str) -> str:
+    """` (known here: all, control)`, of a value that is one of several."""
+    kind = _type_at(location)
+    kinds = [kind, *getattr(kind, "types", ())]
+    values = [value for each in kinds if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
+    return f" (known here: {', '.join(map(str, values))})" if values else ""
+
+
+def _type_at(location: str) -> Any:
     node: Any = msgspec.inspect.type_info(PipelineConfig)
     for part in re.findall(r"\w+|\[[^]]*\]", location):
         node = _descend(node, part)
-    return [field.encode_name for field in node.fields]
+    return node
 
 
 def _descend(node: Any, part: str) -> Any:
@@ -153,6 +175,10 @@ def _check_ids(config: PipelineConfig) -> None:
         raise StageConfigError("stage_args: is empty; a pipeline needs at least one stage")
     seen: set[int | str] = set()
     for stage in config.stage_args:
+        if not isinstance(stage.name, str):
+            raise StageConfigError(
+                f"stage {stage.stage_id}: engine_args.model_stage: {stage.name!r} is not a name; write it in quotes"
+            )
         for value, what in ((stage.stage_id, "stage_id"), (stage.name, "engine_args.model_stage")):
             if value in seen:
                 raise StageConfigError(f"stage_args: {what} {value!r} is given twice; it must be unique")
@@ -163,39 +189,26 @@ def _check_ids(config: PipelineConfig) -> None:
 
 def _check_stage(stage: OmniStageConfig) -> None:
     where = stage.label
-    by_type = {"llm": ("AR", "generation"), "diffusion": ("DiT",), "function": ("function",)}
-    if stage.stage_type and stage.kind not in by_type[stage.stage_type]:
+    if stage.stage_type and stage.kind.name not in STAGE_TYPES[stage.stage_type]:
         raise StageConfigError(f"{where}: stage_type {stage.stage_type!r} contradicts engine_type; remove one of them")
     if stage.final_output and not stage.final_output_type:
         raise StageConfigError(f"{where}: final_output needs final_output_type, e.g. text or audio")
-    types = (None, *OUTPUT_TYPES, stage.engine_args.get("engine_output_type"))  # or the rows of its engine, as they are
-    if (stage.runs_vllm or stage.kind == "DiT") and stage.final_output_type not in types:
-        raise StageConfigError(
-            f"{where}: final_output_type {stage.final_output_type!r} is not one of {', '.join(OUTPUT_TYPES)}"
-        )
-    if stage.runtime.requires_multimodal_data and stage.engine_input_source and stage.kind != "DiT":
+    if stage.runtime.requires_multimodal_data and stage.engine_input_source and not stage.kind.reads_media:
         raise StageConfigError(
             f"{where}: runtime.requires_multimodal_data: only first stages and diffusion stages receive multimodal data"
         )
-    if stage.kind == "function" and bool(stage.function) == bool(stage.batch_function):
-        raise StageConfigError(f"{where}: give the dotted path of a callable as function, or as batch_function")
-    if stage.kind != "function" and (stage.function or stage.batch_function):
-        raise StageConfigError(f"{where}: engine_type {stage.kind} has no function; remove one of them")
-    is_function = stage.kind == "function" and not stage.batch_function and len(stage.engine_input_source) <= 1
-    is_transcribing = stage.kind == "AR" and stage.accepts == "audio" and not stage.engine_input_source
-    if stage.accepts and not (is_function or is_transcribing):
+    if not stage.kind.has_function and (stage.function or stage.batch_function):
+        raise StageConfigError(f"{where}: engine_type {stage.kind.name} has no function; remove one of them")
+    if stage.accepts and not stage.kind.accepts_input:
         raise StageConfigError(
             f"{where}: accepts is for stages with a function and at most one source, and accepts: audio also for AR "
             "stages without sources; remove it"
         )
-    if is_transcribing and stage.final_output_type not in (None, "text"):
-        raise StageConfigError(f"{where}: final_output_type: an AR stage that accepts audio makes text")
-    if is_transcribing and stage.custom_prompt_func:
-        raise StageConfigError(f"{where}: custom_prompt_func: vLLM makes the prompt of a sound; remove it")
+    stage.kind.check()
     for name in stage.reads or ():
         if name.partition(".")[0] not in _READABLE:
             raise StageConfigError(f"{where}: reads: {name!r} is not one of {', '.join(_READABLE)}, or an entry of one")
-    if stage.custom_prompt_func and (stage.engine_input_source or not stage.runs_vllm):
+    if stage.custom_prompt_func and not stage.kind.reads_prompts:
         raise StageConfigError(f"{where}: custom_prompt_func is for vLLM stages that read the prompt; remove it")
     for key in ("custom_process_input_func", "custom_prompt_func", "function", "batch_function"):
         if path := getattr(stage, key):
@@ -216,9 +229,7 @@ def _check_input(config: PipelineConfig, stage: OmniStageConfig) -> None:
     sources = [config.stages[source] for source in stage.engine_input_source]
     if stage.accepts and not config.output_types_from(stage.stage_id):
         raise StageConfigError(f"{stage.label}: accepts: no output for callers follows; set final_output of a stage")
-    is_fed = sources and (stage.runs_vllm or stage.kind == "DiT")
-    reads_encoded_prompts = stage.kind == "DiT" and any(source.encodes_prompts for source in sources)
-    if is_fed and not stage.custom_process_input_func and not reads_encoded_prompts:
+    if stage.kind.needs_input_processor(sources) and not stage.custom_process_input_func:
         raise StageConfigError(
             f"{stage.label}: custom_process_input_func is missing; it converts the sources' outputs to input"
         )
@@ -256,7 +267,7 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
     if window.streams and path is not None and declared is None:
         raise StageConfigError(f"{where}: {path} reads whole results only; remove window_size, or set it to -1")
     units = {"tokens" if declared is None else declared.unit, SENTENCES}
-    may_be_tensor = declared is None and not config.stages[source].emits_only_text
+    may_be_tensor = declared is None and not config.stages[source].kind.emits_only_text
     if window.streams and window.unit not in units and not may_be_tensor:
         raise StageConfigError(
             f"{where}: unit {window.unit!r} is not one of {', '.join(sorted(units))}{nearest(window.unit, units)}"
@@ -268,8 +279,6 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
             f"{where}: first_window_size {window.first_window_size} is too small; {path} needs at least "
             f"{processor.min_first_window_size} {window.unit}"
         )
-    if window.window_growth is not None and window.window_growth <= 1:
-        raise StageConfigError(f"{where}: window_growth {window.window_growth} does not grow; it must be above 1")
     for name in ("left_context", "right_context"):
         if (context := getattr(window, name)) < 0:
             raise StageConfigError(f"{where}: {name} {context} is negative")
@@ -279,7 +288,7 @@ def _check_sentences(
     where: str, source: OmniStageConfig, stage: OmniStageConfig, window: WindowConfig, processor: Any
 ) -> None:
     """Refuses an edge whose windows cannot be whole sentences."""
-    if not source.gives_text:
+    if not source.kind.gives_text:
         raise StageConfigError(f"{where}: unit {SENTENCES}: {source.label} gives no text; choose another unit")
     if processor is not None and processor.window.unit != SENTENCES:
         path = stage.custom_process_input_func

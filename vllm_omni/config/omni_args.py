@@ -5,7 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from vllm_omni.config.utils import find_checkpoint
+import msgspec
+
+from vllm_omni.config.stage_config import NotNegative, Positive, PositiveSeconds, Seconds
+from vllm_omni.config.utils import convert, find_checkpoint, given_value, parse_sizes, split_error
+from vllm_omni.errors import StageConfigError
 
 RUNTIME_OPTIONS = (
     "stage_init_timeout",
@@ -27,21 +31,21 @@ class PipelineOptions:
     for any diffusers pipeline a single stage that runs it."""
     trace_file: str | None = None
     """Write a timeline of all requests to this file; it opens in Perfetto."""
-    init_timeout: float = 600.0
+    init_timeout: PositiveSeconds = 600.0
     """Seconds that all stages together may take to become ready."""
-    stage_init_timeout: float | None = None
+    stage_init_timeout: PositiveSeconds | None = None
     """Seconds that a single stage may take to become ready, at the start and after a restart."""
-    request_timeout_s: float | None = None
+    request_timeout_s: Seconds | None = None
     """Seconds after which a request fails with `RequestTimeoutError`; 0: no limit."""
-    max_inflight: int | None = None
+    max_inflight: Positive | None = None
     """Requests that the pipeline processes at once."""
-    max_queued: int | None = None
+    max_queued: NotNegative | None = None
     """Requests that may wait for admission. Beyond that, offline callers block and others get `PipelineFullError`."""
     distributed_backend: Literal["ray"] | None = None
     """`ray`: run the stages on the nodes of a Ray cluster (the extra `ray`)."""
     ray_address: str | None = None
     """The Ray cluster: `auto`, the one that runs on this machine; `local`, a new one on this machine; or HOST:PORT."""
-    shm_threshold_bytes: int = 65536
+    shm_threshold_bytes: NotNegative = 65536
     """Payloads of at least this size pass between stages through shared memory."""
 
 
@@ -63,11 +67,30 @@ class OmniArgs(PipelineOptions):
     (`dtype`, `vae_tiling`, ...) for every diffusion stage."""
 
     def __post_init__(self) -> None:
+        """
+        Raises:
+            StageConfigError: A value has the wrong type or is out of range, or there is no such checkpoint.
+        """
+        given = {name: getattr(self, name) for name in (*RUNTIME_OPTIONS, "init_timeout", "shm_threshold_bytes")}
+        try:
+            convert(given, PipelineOptions)
+        except msgspec.ValidationError as error:
+            problem, name = split_error(error)
+            raise StageConfigError(f"{name}: {problem}{given_value(error, given)}") from error
         object.__setattr__(self, "model", find_checkpoint(self.model))
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "OmniArgs":
-        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument."""
+        """Makes the options of the keyword arguments of `OmniLLM`; an unknown keyword is an engine argument.
+
+        Raises:
+            StageConfigError: A size cannot be read.
+            MissingPackageError: See `find_checkpoint`.
+        """
+        try:
+            kwargs = parse_sizes(kwargs)
+        except ValueError as error:
+            raise StageConfigError(str(error)) from error
         known = {field.name for field in fields(cls)} - {"engine_args"}
         options = {name: value for name, value in kwargs.items() if name in known}
         options["stage_overrides"] = options.get("stage_overrides") or {}

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from vllm_omni.config.loader import resolve_dotted_path
-from vllm_omni.config.stage_config import OmniStageConfig, StageRuntimeConfig
-from vllm_omni.config.utils import convert, nearest, split_error
+from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
+from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 
 SECTIONS = ("engine_args", "runtime", "default_sampling_params")
@@ -40,7 +40,7 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
     if ENGINE_TYPE in override:
         stage = with_engine_type(stage, override)
         override = {key: value for key, value in override.items() if key != ENGINE_TYPE}
-    if FUNCTION in override and stage.kind == "function":
+    if FUNCTION in override and stage.kind.has_function:
         path = str(override[FUNCTION])
         resolve_dotted_path(path, f"{where}: {FUNCTION}")
         stage = msgspec.structs.replace(stage, function=path, batch_function=None)
@@ -64,14 +64,14 @@ def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> Omn
     Raises:
         StageConfigError: It is none that the stage can have, or contradicts other keys.
     """
-    kind = override.get(ENGINE_TYPE, stage.kind)
-    if kind == stage.kind:
+    kind = override.get(ENGINE_TYPE, stage.kind.name)
+    if kind == stage.kind.name:
         return stage
     where = f"override for {stage.label}"
-    if (stage.kind, kind, stage.accepts) != ("function", "AR", "audio") or stage.engine_input_source:
+    if kind != stage.kind.replaceable_by:
         raise StageConfigError(
-            f"{where}: {ENGINE_TYPE}: {stage.kind} cannot be {kind!r}; a function that accepts audio, without sources, "
-            "can be AR"
+            f"{where}: {ENGINE_TYPE}: {stage.kind.name} cannot be {kind!r}; a function that accepts audio, without "
+            "sources, can be AR"
         )
     if FUNCTION in override:
         raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} has no {FUNCTION}; give one of them")
@@ -81,7 +81,7 @@ def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> Omn
         )
     return msgspec.structs.replace(
         stage,
-        engine_type="AR",
+        engine_type=kind,
         stage_type=None,
         engine_args={"model_stage": stage.name},
         function=None,
@@ -118,11 +118,12 @@ def _sections(override: Mapping[str, Any], where: str) -> dict[str, dict[str, An
 
 def _override_runtime(runtime: StageRuntimeConfig, values: Mapping[str, Any], where: str) -> StageRuntimeConfig:
     try:
-        return convert(msgspec.to_builtins(runtime) | dict(values), StageRuntimeConfig)
+        return convert_config(msgspec.to_builtins(runtime) | dict(values), StageRuntimeConfig)
     except msgspec.ValidationError as error:
         problem, key = split_error(error)
         if unknown := re.search(r"unknown field `(.+?)`", problem):
             known = StageRuntimeConfig.__struct_fields__
             near = nearest(unknown.group(1), known)
             problem = f"there is no runtime.{unknown.group(1)}{near} (known here: {', '.join(known)})"
-        raise StageConfigError(f"{where}: {f'runtime.{key}: ' if key else ''}{problem}") from error
+        given = given_value(error, values)
+        raise StageConfigError(f"{where}: {f'runtime.{key}: ' if key else ''}{problem}{given}") from error

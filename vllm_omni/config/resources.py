@@ -4,27 +4,13 @@
 Independent of the machine: `placement` checks that the resources exist.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
 
-from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES
-from vllm_omni.config.stage_config import (
-    ROUTING_POLICIES,
-    SHARED_PROCESS,
-    OmniStageConfig,
-    PipelineConfig,
-    StageInstance,
-)
-from vllm_omni.config.utils import nearest
+from vllm_omni.config.stage_config import ROUTING_POLICIES, OmniStageConfig, PipelineConfig, StageInstance
+from vllm_omni.config.utils import nearest, parse_bytes
 from vllm_omni.errors import StageConfigError
 
-_T = TypeVar("_T")
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for unit, base in (("ib", 1024), ("b", 1000))
-}
 _MIN_BYTES = 1 << 20
 # The names that CUDA and ROCm give to a device, or to a part of one.
 _DEVICE_NAME = re.compile(r"(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -55,16 +41,16 @@ def parse_memory(memory: str | float) -> float | int:
     Raises:
         StageConfigError: The value is neither of these, or less than 1 MiB, which means that its unit is missing.
     """
-    match = re.fullmatch(r"([0-9.]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)", str(memory).strip())
+    with contextlib.suppress(ValueError):
+        if 0 < (fraction := float(str(memory))) <= 1:
+            return fraction
     try:
-        number, unit = float(match[1]), _UNITS[match[2].casefold()]  # type: ignore[index]
-    except (TypeError, ValueError, KeyError):
+        size = parse_bytes(memory)
+    except ValueError:
         raise _memory_error(memory, "is not an amount of memory") from None
-    if unit == 1 and 0 < number <= 1:
-        return number
-    if number * unit < _MIN_BYTES:
-        raise _memory_error(memory, f"would be {number * unit:.0f} bytes")
-    return int(number * unit)
+    if size < _MIN_BYTES:
+        raise _memory_error(memory, f"would be {size} bytes")
+    return size
 
 
 def _memory_error(memory: str | float, problem: str) -> StageConfigError:
@@ -95,41 +81,36 @@ def parse_cpus(cpus: str | int) -> list[int] | int:
     return sorted(cores)
 
 
+def instance_devices(instance: StageInstance) -> list[str] | None:
+    """The devices that a replica names, as `parse_devices` returns them; None: all devices."""
+    devices = instance.stage.runtime.devices
+    return None if devices is None else parse_devices(devices)  # type: ignore[arg-type]
+
+
+def instance_cpus(instance: StageInstance) -> list[int] | int | None:
+    """The cores that a replica names, as `parse_cpus` returns them; None: not set."""
+    cpus = instance.stage.runtime.cpus
+    return None if cpus is None else parse_cpus(cpus)  # type: ignore[arg-type]
+
+
 def check_resources(config: PipelineConfig) -> None:
     """Checks what is wrong on every machine.
 
     Raises:
-        StageConfigError: A value cannot be parsed, a stage's memory is set twice, there is not one entry for each
-            replica, or stages of one process have different devices or cores.
+        StageConfigError: A value cannot be parsed, a stage's memory is set twice, or there is not one entry for each
+            replica.
     """
     for stage in config.stage_args:
         try:
             _check_stage(stage)
         except StageConfigError as error:
             raise StageConfigError(f"{stage.label}: runtime.{error}") from error
-    _check_shared_processes(config)
-    for process in config.processes:
-        process_devices(process)
-        process_cpus(process)
-        _check_parallel_denoisers(process)
-
-
-def _check_shared_processes(config: PipelineConfig) -> None:
-    first: dict[str, OmniStageConfig] = {}
-    for stage in config.stage_args:
-        if stage.runtime.process is not True:
-            other = first.setdefault(stage.runtime.process or SHARED_PROCESS, stage)
-            if other.runtime.replicas != stage.runtime.replicas:
-                raise StageConfigError(
-                    f"stages {other.stage_id} and {stage.stage_id} share processes (runtime.process) but have "
-                    f"{other.runtime.replicas} and {stage.runtime.replicas} replicas; give both the same number"
-                )
 
 
 def _check_stage(stage: OmniStageConfig) -> None:
     runtime = stage.runtime
-    if runtime.process == "":
-        raise StageConfigError("process: the name is empty; write true for a process of its own")
+    if runtime.process is not True:
+        raise StageConfigError("process: each replica of a stage has a process of its own; write true, or leave it out")
     if runtime.replicas < 1:
         raise StageConfigError(f"replicas: {runtime.replicas} is not a number of processes; write 1 or more")
     if runtime.routing not in ROUTING_POLICIES:
@@ -137,7 +118,7 @@ def _check_stage(stage: OmniStageConfig) -> None:
         near = nearest(runtime.routing, ROUTING_POLICIES)
         raise StageConfigError(f"routing: there is no {runtime.routing!r}{near} (known: {known})")
     for name, amount in runtime.resources.items():
-        if amount < 0:
+        if not 0 <= amount < float("inf"):
             raise StageConfigError(f"resources: {name} is {amount:g}; write 0 or more")
     for key in ("devices", "cpus", "node"):
         value = getattr(runtime, key)
@@ -157,45 +138,3 @@ def _check_stage(stage: OmniStageConfig) -> None:
     parse_memory(runtime.memory)
     if "gpu_memory_utilization" in stage.engine_args:
         raise StageConfigError("memory and engine_args.gpu_memory_utilization set the same limit; keep one of them")
-
-
-def _check_parallel_denoisers(process: list[StageInstance]) -> None:
-    for instance in process:
-        names = [name for name in DIT_PARALLEL_SIZES if instance.stage.engine_args.get(name, 1) != 1]
-        if len(process) > 1 and instance.stage.kind == "DiT" and names:
-            raise StageConfigError(
-                f"{instance.label}: engine_args.{names[0]} needs a process without other stages, because a process is "
-                "in one group of torch.distributed; set runtime.process to true"
-            )
-
-
-def process_devices(process: list[StageInstance]) -> list[str] | None:
-    """The devices of the stages of one process, as `parse_devices` returns them; None: all devices.
-
-    Raises:
-        StageConfigError: Two stages have different devices.
-    """
-    return _common_value("devices", process, parse_devices)
-
-
-def process_cpus(process: list[StageInstance]) -> list[int] | int | None:
-    """The cores of the stages of one process, as `parse_cpus` returns them; None: not set.
-
-    Raises:
-        StageConfigError: Two stages have different cores.
-    """
-    return _common_value("cpus", process, parse_cpus)
-
-
-def _common_value(key: str, process: list[StageInstance], parse: Callable[[Any], _T]) -> _T | None:
-    """The value that all stages with this key share."""
-    texts = {instance.stage.stage_id: getattr(instance.stage.runtime, key) for instance in process}
-    values = {stage_id: parse(text) for stage_id, text in texts.items() if text is not None}
-    (first, common), *others = values.items() or [(0, None)]
-    for stage_id, value in others:
-        if value != common:
-            raise StageConfigError(
-                f"stages {first} and {stage_id} share one process (runtime.process) but not runtime.{key}; set the "
-                "same value for both, or set it for one of them"
-            )
-    return common

@@ -2,208 +2,27 @@
 """The stage configuration of a pipeline: typed and frozen.
 
 `load_pipeline_config` reads the YAML file; `PipelineConfig` describes the graph. Independent of how a stage is run, and
-of any model.
+of any model. `stage.py` has a single stage.
 """
 
 import itertools
 from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vllm_omni.config.stage import (
+    LONGEST_S,
+    NotNegative,
+    OmniStageConfig,
+    Positive,
+    PositiveSeconds,
+    Seconds,
+)
 from vllm_omni.errors import StageConfigError
 
-EngineType = Literal["AR", "generation", "DiT", "function", "fake"]
 ROUTING_POLICIES = ("least_loaded", "round_robin", "prefix")
-SHARED_PROCESS = "shared"
-
-
-class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`stage_args[].runtime`: where a stage runs, and its limits.
-
-    Attributes:
-        replicas: Processes of the stage, each with an engine. A request runs in one of them.
-        routing: How that one is selected, when the request starts: `least_loaded`: it has the fewest requests;
-            `round_robin`: one after the other; `prefix`: it had prompts with the same beginning (for prefix caching),
-            unless it has many more requests than another.
-        process: `true`: each replica has its own process. A name: it shares a process with all stages of that name;
-            `false` is the name `shared`. Stages that share processes have the same number of replicas.
-        devices: Accelerators that are visible to the stage (see `placement.devices.set_stage_gpu_devices`): a comma
-            list (`"2,5"`), or a number or digit string, the logical index of one. A list has one such entry for each
-            replica; any other value is that of all replicas.
-        memory: Limit of the stage's memory on each device: a fraction of the device (`0.3`), or bytes (`"20GiB"`).
-        cpus: Cores that the stage runs on: a list in Linux notation (`"0-3,8"`), or their number, of each replica. A
-            list with one such entry for each replica is possible, too.
-        node: With Ray: the node of the stage, by its address, host name or node name. A list has one for each replica.
-        resources: With Ray: what each process asks for (`{"CPU": 2, "GPU": 1, "fast_disk": 1}`). Default: as many GPUs
-            as it has devices, and its number of cores, or one.
-        max_batch_size: Requests that the engine processes at once (its `max_num_seqs`); of a `FunctionStage`, its
-            threads.
-        max_inflight: Requests that the engine holds, running or waiting. Default: what it can use.
-        max_queued: Requests that may wait in the stage for its engine. Beyond that its sources wait.
-        step_timeout_s: Seconds that a step of the engine, taking in a request, or the work of the IO thread may take;
-            then the process is killed and restarted, as is one that does not answer for so long. A step that may
-            compile gets 600 s more: the first one of each shape, and any of a diffusion stage with `compile`. 0: no
-            limit.
-        requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
-            only a diffusion stage can, and receives the prompt's images.
-    """
-
-    replicas: int = 1
-    routing: str = "least_loaded"
-    process: bool | str = True
-    devices: str | int | list[str | int] | None = None
-    memory: str | float | None = None
-    cpus: str | int | list[str | int] | None = None
-    node: str | list[str] | None = None
-    resources: dict[str, float] = {}
-    max_batch_size: int | None = None
-    max_inflight: int | None = None
-    max_queued: int | None = None
-    step_timeout_s: float = 300.0
-    requires_multimodal_data: bool = False
-
-    def of_replica(self, replica: int) -> "StageRuntimeConfig":
-        """These values, with the resources of one replica."""
-        names = ("devices", "cpus", "node")
-        own = {name: value[replica] for name in names if isinstance(value := getattr(self, name), list)}
-        return msgspec.structs.replace(self, **own)
-
-
-class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`stage_args[]`: one stage of a pipeline.
-
-    Attributes:
-        stage_id: Unique number; the order of stages and of their sampling parameters.
-        engine_type: `AR` (tokens one by one), `generation` (one forward for each request), `DiT` (a diffusers
-            pipeline), `function` (a plain Python function), `fake` (for tests).
-        stage_type: Older form of `engine_type`: `llm`, `diffusion` or `function`.
-        runtime: Where the stage runs.
-        engine_args: Any argument of vLLM's `EngineArgs`, and `model_stage` (the stage's name), `model_arch`,
-            `hf_config_name`, `worker_cls`, `scheduler_cls`, `engine_output_type`; of a diffusion stage the fields of
-            `DiTConfig`. `model` is the stage's own checkpoint. Default: the pipeline's.
-        engine_input_source: Stages whose outputs this stage reads; none for the first stage.
-        custom_process_input_func: Dotted path of the stage's `StageInputProcessor`.
-        custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
-        function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
-        batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
-        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`; of
-            an `AR` stage without sources, `audio`, which vLLM transcribes. A request that names the stage begins there;
-            others begin at the stages without sources and this key.
-        is_comprehension: OpenAI's sampling fields apply to this stage.
-        final_output: Whether the caller receives the stage's output.
-        final_output_type: The type of that output: `text`, `audio`, `image`, `video` or `latent`; a function may name
-            another.
-        sample_rate: Samples per second of an audio output.
-        reads: Fields of its sources' outputs that the stage reads (replaces `StageInputProcessor.reads`).
-        only_if: A field of the checkpoint's configuration. Where it is false, the stage is left out, and so are those
-            that read its output: the checkpoint has no weights for them.
-        default_sampling_params: Fields of vLLM's `SamplingParams`; of a diffusion stage, of `DiffusionSamplingParams`;
-            of a `FunctionStage`, of its `parameters`; of an `AR` stage that accepts audio, also of
-            `TranscriptionParameters`.
-        transcription_prompt, translation_prompt: What the stage that reads prompts is asked beside a sound.
-            `{language}` is the name of the language that is spoken; if that is not known, it is left out, with the
-            space after it.
-        input_connectors, output_connectors: For each edge (`from_stage_0: name`, `to_stage_1: name`) a connector
-            defined under `runtime.connectors`.
-    """
-
-    stage_id: int
-    engine_type: EngineType | None = None
-    stage_type: Literal["llm", "diffusion", "function"] | None = None
-    runtime: StageRuntimeConfig = StageRuntimeConfig()
-    engine_args: dict[str, Any] = {}
-    engine_input_source: list[int] = []
-    custom_process_input_func: str | None = None
-    custom_prompt_func: str | None = None
-    function: str | None = None
-    batch_function: str | None = None
-    accepts: Literal["text", "audio"] | None = None
-    is_comprehension: bool = False
-    final_output: bool = False
-    final_output_type: str | None = None
-    sample_rate: int | None = None
-    reads: list[str] | None = None
-    only_if: str | None = None
-    default_sampling_params: dict[str, Any] = {}
-    transcription_prompt: str = "Transcribe the {language} audio into text."
-    translation_prompt: str = "Translate the {language} audio into English text."
-    input_connectors: dict[str, str] = {}
-    output_connectors: dict[str, str] = {}
-
-    @property
-    def name(self) -> str:
-        """The stage's name in messages, metrics and `stage_overrides`."""
-        return self.engine_args.get("model_stage") or f"stage{self.stage_id}"
-
-    @property
-    def label(self) -> str:
-        """The stage in messages: `stage 0 (thinker)`."""
-        return f"stage {self.stage_id} ({self.name})"
-
-    @property
-    def kind(self) -> EngineType:
-        """The engine type, from `engine_type`, `stage_type` or the scheduler."""
-        if self.engine_type is not None:
-            return self.engine_type
-        if self.stage_type == "diffusion":
-            return "DiT"
-        if self.stage_type == "function":
-            return "function"
-        return "generation" if "Generation" in str(self.engine_args.get("scheduler_cls", "")) else "AR"
-
-    @property
-    def vllm_engine_args(self) -> dict[str, Any]:
-        """`engine_args` without the checkpoint, with defaults from `runtime`."""
-        batch = {} if self.runtime.max_batch_size is None else {"max_num_seqs": self.runtime.max_batch_size}
-        return batch | {name: value for name, value in self.engine_args.items() if name != "model"}
-
-    def checkpoint(self, model: str) -> str:
-        """The stage's checkpoint in a pipeline for `model`."""
-        return self.engine_args.get("model") or model
-
-    @property
-    def dit_engine_args(self) -> dict[str, Any]:
-        """The engine arguments of a diffusion stage."""
-        batch = {} if self.runtime.max_batch_size is None else {"max_batch_size": self.runtime.max_batch_size}
-        return batch | self.engine_args
-
-    @property
-    def encodes_prompts(self) -> bool:
-        """Whether it encodes prompts for another diffusion stage (`part: encoder`)."""
-        return self.kind == "DiT" and self.engine_args.get("part") == "encoder"
-
-    @property
-    def runs_vllm(self) -> bool:
-        return self.kind in ("AR", "generation")
-
-    @property
-    def transcribes(self) -> bool:
-        """Whether it is a vLLM stage that transcribes what a caller gives it."""
-        return self.runs_vllm and self.accepts == "audio"
-
-    @property
-    def schedules_by_priority(self) -> bool:
-        """Whether a request's priority counts; in a vLLM stage as its `scheduling_policy` says."""
-        return not self.runs_vllm or self.engine_args.get("scheduling_policy") == "priority"
-
-    @property
-    def emits_only_text(self) -> bool:
-        """Whether it is an engine whose only outputs are tokens of a text."""
-        return self.kind == "AR" and self.engine_args.get("engine_output_type", "text") == "text"
-
-    @property
-    def gives_text(self) -> bool:
-        """Whether its completions have a text."""
-        if self.kind == "AR":
-            return self.final_output_type == "text" or self.emits_only_text
-        return self.kind in ("function", "fake") and self.final_output_type in (None, "text")
-
-    @property
-    def has_ray_workers(self) -> bool:
-        """Whether vLLM's Ray executor starts the workers of its engine, on any nodes of the cluster."""
-        return self.runs_vllm and self.engine_args.get("distributed_executor_backend") == "ray"
 
 
 class StageInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,7 +76,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     to: int
     window_size: int | None = None
     first_window_size: int | None = None
-    window_growth: float | None = None
+    window_growth: Annotated[float, msgspec.Meta(gt=1, le=1e6)] | None = None
     left_context: int | None = None
     right_context: int | None = None
     unit: str | None = None
@@ -278,7 +97,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     name: Literal["SharedMemoryConnector", "InlineConnector", "NixlConnector"]
-    extra: dict[str, int] = {}
+    extra: dict[str, NotNegative] = {}
 
     @property
     def shm_threshold_bytes(self) -> int:
@@ -296,9 +115,9 @@ class RuntimeDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     window_size: int = -1
-    max_inflight: int | None = None
-    max_queued: int = 64
-    high_watermark_bytes: int = 256 << 20
+    max_inflight: Positive | None = None
+    max_queued: Positive = 64
+    high_watermark_bytes: Positive = 256 << 20
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -310,8 +129,8 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             after it if none comes. The first token of all is sent at once.
     """
 
-    max_segment_tokens: int = 8
-    min_flush_interval_ms: float = 20.0
+    max_segment_tokens: Positive = 8
+    min_flush_interval_ms: Annotated[float, msgspec.Meta(ge=0, le=1000 * LONGEST_S)] = 20.0
 
 
 class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -325,10 +144,10 @@ class RestartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_backoff_s: Upper bound of the back-off.
     """
 
-    max_restarts: int = 5
-    window_s: float = 300.0
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    max_restarts: NotNegative = 5
+    window_s: Seconds = 300.0
+    backoff_s: Seconds = 0.5
+    max_backoff_s: Seconds = 30.0
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -353,10 +172,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     defaults: RuntimeDefaults = RuntimeDefaults()
     ar: SegmentConfig = SegmentConfig()
     restart: RestartConfig = RestartConfig()
-    max_inflight: int = 256
-    max_queued: int = 256
-    request_timeout_s: float = 21600.0
-    stage_init_timeout: float = 600.0
+    max_inflight: Positive = 256
+    max_queued: NotNegative = 256
+    request_timeout_s: Seconds = 21600.0
+    stage_init_timeout: PositiveSeconds = 600.0
     distributed_backend: Literal["ray"] | None = None
     ray_address: str = "auto"
     encrypt: Literal["all", "control"] = "all"
@@ -411,11 +230,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def adapter_stages(self) -> set[int]:
         """The diffusion stages that apply a request's LoRA adapter."""
-        stages = [stage for stage in self.stage_args if stage.kind == "DiT"]
-        first = [stage for stage in stages if not stage.engine_input_source]
-        if any(stage.encodes_prompts for stage in first):
-            return {stage.stage_id for stage in stages if stage.engine_args.get("part") == "denoiser"}
-        return {stage.stage_id for stage in first}
+        return {stage.stage_id for stage in self.stage_args if stage.kind.takes_adapter(self.stage_args)}
 
     @cached_property
     def instances(self) -> dict[int, StageInstance]:
@@ -437,16 +252,6 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for stage_id in self.stages
         }
 
-    @property
-    def processes(self) -> list[list[StageInstance]]:
-        """The replicas of each process, in stage order; processes in the order of their first ones."""
-        groups: dict[tuple[int | str, int], list[StageInstance]] = {}
-        for instance in self.instances.values():
-            process = instance.stage.runtime.process
-            name = instance.stage.stage_id if process is True else process or SHARED_PROCESS
-            groups.setdefault((name, instance.replica), []).append(instance)
-        return list(groups.values())
-
     def without(self, stage_ids: Iterable[int]) -> "PipelineConfig":
         """This configuration without some stages and those that read their outputs.
 
@@ -461,9 +266,8 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stages = []
         for stage in self.stage_args:
             readers = set(self.targets[stage.stage_id])
-            if readers and readers <= left_out and stage.kind == "AR":
-                engine_args = stage.engine_args | {"engine_output_type": "text"}
-                stage = msgspec.structs.replace(stage, engine_args=engine_args)
+            if readers and readers <= left_out:
+                stage = stage.kind.without_readers()
             stages += [] if stage.stage_id in left_out else [stage]
         return self.with_stage_args(stages).with_runtime(edges=edges)
 
@@ -539,7 +343,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         size = default if edge.window_size is None else edge.window_size
         if size == -1:
             return WindowConfig()
-        first = edge.first_window_size or declared.first_window_size
+        first = declared.first_window_size if edge.first_window_size is None else edge.first_window_size
         return WindowConfig(
             window_size=size,
             first_window_size=size if first == -1 and unit != SENTENCES else first,

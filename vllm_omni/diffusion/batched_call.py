@@ -481,6 +481,10 @@ def _join(values: list[Any], batch: CallBatch, share: Callable[[Any], Any]) -> A
             return share(first)
 
 
+_CACHES = ("cache", "past_key_values")
+"""The field's name from transformers 5.24 on, and before."""
+
+
 def _split(output: Any, batch: CallBatch, num_calls: int) -> list[Any]:
     """The parts of an output that belong to each call."""
     count = batch.num_rows
@@ -495,7 +499,7 @@ def _split(output: Any, batch: CallBatch, num_calls: int) -> list[Any]:
             return [list(part) if isinstance(output, list) else tuple(part) for part in parts]
         case dict():  # the output classes of transformers and diffusers are dicts, too
             # Pipelines read an encoder's states; its cache, which cannot be split, is for generating text.
-            fields = {key: _split(item, batch, num_calls) for key, item in output.items() if key != "past_key_values"}
+            fields = {key: _split(item, batch, num_calls) for key, item in output.items() if key not in _CACHES}
             return [type(output)(**{key: field[i] for key, field in fields.items()}) for i in range(num_calls)]
         case None:
             return [None] * num_calls

@@ -16,7 +16,13 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import read_images
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, fewest_steps, takes_alpha, takes_several_images
+from vllm_omni.diffusion.pipeline_info import (
+    PipelineInfo,
+    fewest_steps,
+    reads_last_image,
+    takes_alpha,
+    takes_several_images,
+)
 from vllm_omni.diffusion.request_settings import (
     call_arguments,
     check_limits,
@@ -55,7 +61,7 @@ class DiffusionInputProcessor:
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
         if self._is_first:
-            _check_inputs(self._info, where)
+            _check_inputs(self._info, where, reads_last_image(model, self._info.index, self._config.revision))
         _check_output_type(stage, self._info, where)
         try:
             self._defaults, self._set_defaults = read_settings(stage.default_sampling_params, self._info.pipeline_class)
@@ -151,11 +157,12 @@ class DiffusionInputProcessor:
             )
 
 
-def _check_inputs(info: PipelineInfo, where: str) -> None:
-    """Those of a later stage can come from the stages before it (`StageInput.additional_information`)."""
-    if info.missing_inputs:
+def _check_inputs(info: PipelineInfo, where: str, reads_last_image: bool) -> None:
+    """Checks the inputs of a first stage; a later one gets some from others (`StageInput.additional_information`)."""
+    missing = [*info.missing_inputs, *(["last_image"] if reads_last_image else [])]
+    if missing:
         raise StageConfigError(
-            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, and a request has "
+            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(missing)}, and a request has "
             "only a prompt and input images (image); use a pipeline without it"
         )
 

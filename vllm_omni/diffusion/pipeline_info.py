@@ -84,7 +84,8 @@ class PipelineInfo:
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
         """
         Raises:
-            StageConfigError: The checkpoint cannot be read, or its class is unknown, takes no prompt or makes text.
+            StageConfigError: The checkpoint cannot be read, or its class is unknown, takes no prompt, or makes text or
+                what another pipeline reads.
         """
         index = load_model_index(model, config.revision)
         pipeline_class = _find_class(model, index, config)
@@ -92,9 +93,15 @@ class PipelineInfo:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} takes no prompt; a diffusion stage runs pipelines that do"
             )
-        if "texts" in _output_fields(pipeline_class):
+        made = _output_fields(pipeline_class)
+        if "texts" in made:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} makes text; a diffusion stage makes images, videos and sound"
+            )
+        if made and all("embed" in field for field in made):
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} makes {', '.join(sorted(made))}, which another pipeline reads, "
+                "and no image; use a checkpoint of a pipeline that runs both"
             )
         return cls(index, pipeline_class)
 
@@ -278,6 +285,7 @@ def _is_optional(annotation: Any) -> bool:
 
 
 _TERMINAL = "shift_terminal"
+_POSITIONS_OF_IMAGES = "pos_embed_seq_len"
 VAE_CHANNELS = "input_channels"
 """The name that VAEs with transparency have for their number of channels."""
 # VAEs' names for the frames of one latent frame.
@@ -294,6 +302,12 @@ def temporal_factor(model: str, index: dict[str, Any], revision: str | None = No
     """
     values = _component_values("vae", _TEMPORAL_FACTORS, model, index, revision)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
+
+
+def reads_last_image(model: str, index: dict[str, Any], revision: str | None = None) -> bool:
+    """Whether a checkpoint's denoiser reads the embeddings of two images, of the first frame and the last: it has
+    positions for both. Takes the arguments of `temporal_factor`."""
+    return any(_component_values("transformer", (_POSITIONS_OF_IMAGES,), model, index, revision))
 
 
 def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:

@@ -148,7 +148,7 @@ def _check_compiler(device: torch.device) -> None:
 
 
 def _compile(denoiser: torch.nn.Module) -> None:
-    """Its repeated blocks, where the model declares them: much quicker than the whole, and nearly as fast to run."""
+    """Compiles the repeated blocks of a model that declares them: quicker than the whole, nearly as fast to run."""
     if isinstance(denoiser, ModelMixin) and denoiser._repeated_blocks:
         denoiser.compile_repeated_blocks()
     else:

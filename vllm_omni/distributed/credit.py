@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credit limits what waits in a stage: its feeders spend it, and the stage returns it when it starts a request.
+"""Credit limits what waits in a stage: its sources spend it, and the stage returns it when it starts a request.
 
-A feeder that has spent its credit starts no new request for that stage; requests that it has started it finishes and
+A source that has spent its credit starts no new request for that stage; requests that it has started it finishes and
 delivers. Credit is withheld only for requests that wait for the stage's engine: for data that waits for another source,
 or that a running request needs, it is returned immediately. So there is no cycle of waiting, and nothing is dropped.
 """
 
 _BATCHES = 4
-"""Credit is returned in this many parts: fewer messages, and the feeder need not stop in between."""
+"""Credit is returned in this many parts: fewer messages, and the source need not stop in between."""
 
 
 class Credit:
-    """The feeder's side: limits what is sent to one stage."""
+    """The source's side: limits what is sent to one stage."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max(1, max_requests)
@@ -39,7 +39,7 @@ class Credit:
 
 
 class Refund:
-    """The stage's side: credit to be returned to one feeder."""
+    """The stage's side: credit to be returned to one source."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._min_requests = max(1, max_requests) / _BATCHES
@@ -52,7 +52,7 @@ class Refund:
         self._num_bytes += num_bytes
 
     def reset(self) -> None:
-        """The feeder's process has died."""
+        """The source's process has died."""
         self._num_requests = self._num_bytes = 0
 
     def take_due(self) -> tuple[int, int] | None:

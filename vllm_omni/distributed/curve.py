@@ -11,6 +11,10 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+MAX_MESSAGE = 256 << 20
+"""Bytes of a message between machines, at most: ZeroMQ reads one of a stranger, too, before it knows whose it is.
+Payloads that would make it larger are fetched."""
+
 
 class CurveKeys(msgspec.Struct, frozen=True):
     """The key pairs, in ZeroMQ's text form (Z85)."""
@@ -27,6 +31,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     def secure_server(self, socket: zmq.Socket) -> None:
         """Sets the keys of a socket before it binds; its context needs an `Authenticator`."""
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.server_public.encode(), self.server_secret.encode()
 

@@ -4,7 +4,7 @@
     orchestrator -> stage         SubmitMessage, InputMessage, AbortMessage, PeerDownMessage, PeerUpMessage,
                                   ShutdownMessage
     stage -> next stage           DataMessage
-    stage -> its feeders          RefundMessage
+    stage -> its sources          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, TextsMessage, ResultMessage, ErrorMessage,
                                   StatsMessage, MetricsMessage, AliveMessage, FaultMessage
 
@@ -154,7 +154,7 @@ class DataMessage(Message):
 
 
 class RefundMessage(Message):
-    """Credit that this stage returns to a feeder. See `distributed.credit`."""
+    """Credit that this stage returns to a source. See `distributed.credit`."""
 
     instance_id: int
     num_requests: int
@@ -233,9 +233,14 @@ class MetricsMessage(Message):
 
 
 class AliveMessage(Message):
-    """The stage's IO thread works, and has sent nothing else for `HEARTBEAT_S`."""
+    """The stage's IO thread works, and has sent nothing else for `HEARTBEAT_S`, or starts what may take longer.
+
+    Attributes:
+        more_s: What its next work may take in addition to the stage's `step_timeout_s`.
+    """
 
     instance_id: int
+    more_s: float = 0.0
 
 
 class FaultMessage(Message):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+import msgspec
 import vllm.envs as envs
 from pydantic import ValidationError
 from vllm.config import (
@@ -32,10 +33,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni.config.utils import nearest
+from vllm_omni.config.stage_config import NotNegative
+from vllm_omni.config.utils import convert, given_value, nearest, split_error
+from vllm_omni.engine.argument_values import check_values
 from vllm_omni.engine.hf_override import StageConfigOverride
 from vllm_omni.errors import StageConfigError
+from vllm_omni.metrics.logs import is_quiet
 from vllm_omni.model_packages import find_models
+from vllm_omni.vllm_versions import PASSED_ON_GPU
 
 logger = init_logger("vllm.omni.engine.engine_args")
 
@@ -75,10 +80,6 @@ ROW_CACHE_BYTES = 4 << 30
 USAGE_CONTEXT = UsageContext.OPENAI_API_SERVER
 """vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens` depend on it: a stage has those of vLLM's server."""
 _V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-PASSED_ON_GPU: frozenset[Literal["async_rows", "v2_model_runner"]] = frozenset()
-"""What is on by default besides asynchronous scheduling of text without rows: what has passed on a GPU, as the table of
-docs/devices.md says. The rest is one setting away: `async_scheduling` of a stage with rows (`async_rows`), and the
-variable for V2."""
 _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 """Methods of models (`SupportsPostprocess`, `SupportsFeedback`) that leave something for the next step."""
 
@@ -86,9 +87,6 @@ _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 EngineType = Literal["ar", "generation"]
 
 _KEY = "omni"
-
-SHARES_PROCESS = "omni_shares_process"
-"""Key of `additional_config`: other engines run in the stage's process, so no limit may apply to the process."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +160,40 @@ class StageEngineArgs(EngineArgs):
         # Until its configuration is made, a stage has the V1 model runner, also for what vLLM refuses.
         with _runner_in_environment("0"):
             config = super().create_engine_config(*args, **kwargs)
+        _check_block_size(config)
         is_async = config.scheduler_config.async_scheduling and self.scheduler_cls == _SCHEDULERS["ar"]
         if is_async:
             config.scheduler_config.scheduler_cls = _ASYNC_SCHEDULER
         # vLLM's function builds its own class, which reads the environment for it, and has no argument.
         config.__class__ = V2RunnerConfig if is_async and _can_use_v2_runner(config) else V1RunnerConfig
+        if config.watermark_config is not None and not config.use_v2_model_runner:
+            raise StageConfigError(
+                "watermark_config: only vLLM's V2 model runner marks text, and this stage cannot have it; remove it"
+            )
         return config
 
 
+def _check_block_size(config: VllmConfig) -> None:
+    """Refuses a block size that the attention on a CPU would refuse when the weights have been loaded; before that,
+    vLLM only warns."""
+    cache, model = config.cache_config, config.model_config
+    if not (current_platform.is_cpu() and cache.user_specified_block_size) or model.use_mla:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if not CPUAttentionBackend.supports_block_size(cache.block_size):
+        sizes = [getattr(size, "base", size) for size in CPUAttentionBackend.get_supported_kernel_block_sizes()]
+        takes = " or ".join(map(str, sizes))
+        raise StageConfigError(f"block_size: {cache.block_size} must be a multiple of {takes} on a CPU")
+
+
 def _can_use_v2_runner(config: VllmConfig) -> bool:
-    """Whether V2 is chosen, vLLM would take it, and the stage needs nothing that only our model runners have.
+    """Whether V2 is chosen, or text is marked, for which vLLM takes it; and the stage needs nothing that only our model
+    runners have.
 
     Models of installed packages may have hooks, and custom logits processors are written for the V1 model runner.
     """
-    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
-    if not ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen):
+    if not _is_v2_chosen(config.watermark_config):
         return False
     with _runner_in_environment(None):
         would_take = config.use_v2_model_runner
@@ -188,6 +205,12 @@ def _can_use_v2_runner(config: VllmConfig) -> bool:
         and not config.model_config.logits_processors
         and find_models().architectures.keys().isdisjoint(config.model_config.architectures)
     )
+
+
+def _is_v2_chosen(watermark_config: Any) -> bool:
+    """V1 does not mark text, so vLLM takes V2 for that whatever is chosen."""
+    chosen = envs.VLLM_USE_V2_MODEL_RUNNER
+    return watermark_config is not None or ("v2_model_runner" in PASSED_ON_GPU if chosen is None else chosen)
 
 
 @contextmanager
@@ -229,9 +252,17 @@ def create_engine_args(
         vllm_engine_args: Any of vLLM's `EngineArgs`.
 
     Raises:
-        StageConfigError: An argument is unknown, or cannot be combined with this kind of stage.
+        StageConfigError: An argument is unknown, has a value of the wrong type or out of range, or cannot be combined
+            with this kind of stage.
     """
     _refuse_unknown(vllm_engine_args)
+    check_values(vllm_engine_args)
+    _check_own_values(
+        engine_output_type=engine_output_type,
+        hf_config_name=hf_config_name,
+        model_arch=model_arch,
+        row_cache_bytes=row_cache_bytes,
+    )
     settings = OmniEngineSettings(
         engine_type=_as_engine_type(engine_type),
         engine_output_type=engine_output_type,
@@ -261,22 +292,42 @@ def create_engine_args(
     return StageEngineArgs(model=model, hf_overrides=override, **arguments)
 
 
+class _OwnValues(msgspec.Struct):
+    """The types of our own arguments."""
+
+    engine_output_type: str
+    hf_config_name: str | None
+    model_arch: str | None
+    row_cache_bytes: NotNegative
+
+
+def _check_own_values(**values: Any) -> None:
+    try:
+        convert(values, _OwnValues)
+    except msgspec.ValidationError as error:
+        problem, name = split_error(error)
+        raise StageConfigError(f"{name}: {problem}{given_value(error, values)}") from error
+
+
 def _samples_codes(arguments: dict[str, Any]) -> bool:
     """Whether the arguments say that neither tokenizer nor generation config is about the tokens that are sampled."""
     return bool(arguments.get("skip_tokenizer_init")) and arguments.get("generation_config") == "vllm"
 
 
 def _schedules_async(arguments: dict[str, Any], settings: OmniEngineSettings) -> bool | None:
-    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, as for a text, and does so for
-    accelerators.
+    """Whether a stage is scheduled asynchronously by default. None: vLLM decides, and does so for accelerators.
 
-    Stages that sample something else may have guidance, which needs each token before the next step. Errors of workers
-    in other processes, and of drafts, would come too late.
+    That is for texts, where it has passed on a GPU with this vLLM; V2 has no other schedule for them. Stages that draw
+    something else may have guidance, which needs each token before the next step. Errors of workers in other processes,
+    and of drafts, would come too late.
     """
     is_text = settings.engine_type == "ar" and settings.uses_generation_config
     is_plain = _world_size(arguments) == 1 and not arguments.get("speculative_config")
-    is_plain &= not settings.emits_rows or "async_rows" in PASSED_ON_GPU
-    return None if is_text and is_plain and "scheduler_cls" not in arguments else False
+    if settings.emits_rows:
+        has_passed = "async_rows" in PASSED_ON_GPU
+    else:
+        has_passed = "async_text" in PASSED_ON_GPU or _is_v2_chosen(arguments.get("watermark_config"))
+    return None if is_text and is_plain and has_passed and "scheduler_cls" not in arguments else False
 
 
 def _as_engine_type(name: str) -> EngineType:
@@ -291,7 +342,7 @@ def _defaults(settings: OmniEngineSettings) -> dict[str, Any]:
         "worker_cls": _WORKERS[settings.engine_type, is_cpu],
         "scheduler_cls": _SCHEDULERS[settings.engine_type],
         "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),
+        "use_tqdm_on_load": sys.stderr.isatty() and not is_quiet(),
         "ec_manager_config": {"encoder_cache_manager_cls": _ENCODER_CACHE},
     }
     if is_cpu:
@@ -344,12 +395,13 @@ def _turn_off_prefix_caching(arguments: dict[str, Any], settings: OmniEngineSett
 
 
 def message_of(error: Exception) -> str:
-    """The message of an error of vLLM's; of one of pydantic's, the first problem and its key, in one line."""
+    """The message of an error of vLLM's; of one of pydantic's, the first problem, its key and value, in one line."""
     if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        return str(error) or type(error).__name__
+    first = error.errors(include_url=False, include_context=False)[0]
     where = "".join(f"{key}: " for key in first["loc"])
-    return where + first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    given = f", not {first['input']!r:.100}" if isinstance(first["input"], (str, int, float)) else ""
+    return where + first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ") + given
 
 
 _environment_lock = threading.Lock()
@@ -381,7 +433,7 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
     """
     try:
         config = create_config_without_engine(engine_args)
-    except (ValueError, TypeError) as error:  # TypeError: vLLM computes with values before it checks them.
+    except Exception as error:  # Of any type: vLLM computes with values before it checks them.
         settings = engine_args.additional_config[_KEY]
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
         model = "" if path is None else f" (its model is {path})"

@@ -186,7 +186,7 @@ class CompilePool:
         self._refused: set[Future[Any]] = set()  # of those that run
 
     def submit(self, compile_grammar: Callable[[OmniRequest], Any], request: OmniRequest) -> Future[Any]:
-        """Its future can be cancelled until its turn comes."""
+        """Queues a grammar. The future can be cancelled until its turn comes."""
         future: Future[Any] = Future()
         future.add_done_callback(lambda _: self._on_done())
         with self._lock:

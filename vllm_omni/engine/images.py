@@ -20,7 +20,10 @@ class OmniImageIO(ImageMediaIO):
 
     @classmethod
     def from_vllm(cls, media_io: ImageMediaIO) -> "OmniImageIO":
-        return cls(media_io.image_mode, **media_io.kwargs)
+        """Ours in place of one that vLLM has made, with all of its settings."""
+        ours = cls.__new__(cls)
+        vars(ours).update(vars(media_io))
+        return ours
 
     def _convert_image_mode(self, image: Image.Image | MediaWithBytes[Image.Image]) -> Image.Image:
         image = image.media if isinstance(image, MediaWithBytes) else image

@@ -22,8 +22,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.pooling_params import PoolingParams
-from vllm.renderers import BaseRenderer, ChatParams
-from vllm.renderers.chat_utils import ChatCompletionMessageParam
+from vllm.renderers import BaseRenderer
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
@@ -40,6 +39,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 from vllm_omni.engine.engine_args import OmniEngineSettings, message_of
 from vllm_omni.engine.images import fetch_images, show_images
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.inputs import ChatCompletionMessageParam, ChatParams
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.payloads import AdditionalInformationPayload, Guidance, OmniEngineCoreRequest, PromptEmbedsPayload
 
@@ -140,7 +140,7 @@ class OmniInputProcessor(InputProcessor):
     @property
     def media_cache_counts(self) -> CacheCounts:
         """Hits and queries of the cache of preprocessed media. May be read from any thread."""
-        caches = (self.renderer._mm_processor_cache, self.renderer._mm_processor_only_cache)
+        caches = (self.renderer.mm_processor_cache, self.renderer._mm_processor_only_cache)
         stats = [cache.make_stats() for cache in caches if isinstance(cache, MultiModalProcessorOnlyCache)]
         return CacheCounts(queries=sum(each.total for each in stats), hits=sum(each.hits for each in stats))
 

@@ -40,7 +40,10 @@ class MediaTokens:
         self._lock = threading.Lock()
 
     def count(self, kind: Literal["image", "video"], num_frames: int, height: int, width: int) -> int:
-        """Its tokens; 0 if the processor reads the pixels, or does not read such media at all: it will say so."""
+        """How many tokens a picture or video has.
+
+        0 if the processor reads the pixels, or does not read such media at all, which it reports itself.
+        """
         frame = (3, height, width)
         media = torch.empty(frame if kind == "image" else (num_frames, *frame), dtype=torch.uint8, device="meta")
         try:

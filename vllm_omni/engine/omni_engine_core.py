@@ -97,7 +97,7 @@ class OmniEngineCore(EngineCore):
         return any(scheduled.num_scheduled_tokens for _, scheduled, _ in self.batch_queue or ())
 
     def failed_steps(self, in_flight: list[StepRecord]) -> list[StepRecord]:
-        """Those of the steps whose outputs were not processed that an exception is about; none if it came out of
+        """The steps that an exception is about, of those whose outputs were not processed; none if it came out of
         scheduling."""
         queued = [cast(OmniSchedulerOutput, scheduled).step for _, scheduled, _ in self.batch_queue or ()]
         failed = [step for step in in_flight if not any(step is other for other in queued)]

@@ -243,10 +243,10 @@ class OmniLLMEngine(LLMEngine):
         for step in done:
             self._on_done(step)
 
-    def quarantine(self, request_id: str, num_tokens: int) -> None:
+    def isolate(self, request_id: str, num_tokens: int) -> None:
         """Runs a request in steps of its own until it has computed this many tokens again; for use after `recover`."""
         for req_id in self._internal_ids(request_id):
-            self._scheduler.quarantine(req_id, num_tokens)
+            self._scheduler.isolate(req_id, num_tokens)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Schedules, runs the model once and returns the new outputs: with asynchronous scheduling those of the step

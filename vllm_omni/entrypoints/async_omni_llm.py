@@ -59,7 +59,7 @@ class AsyncOmniLLM(OmniBase):
         request_fields: Mapping[str, Any] | None = None,
         priority: int = 0,
         on_accepted: Callable[[], None] | None = None,
-        hold: Callable[[Callable[[], None]], None] | None = None,
+        release_when_sent: Callable[[Callable[[], None]], None] | None = None,
         place: Place | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt as they occur; the last one is a `CompletedEvent` or an `ErrorEvent`.
@@ -80,8 +80,8 @@ class AsyncOmniLLM(OmniBase):
             priority: As for `OmniLLM.generate`.
             on_accepted: Called, on the event loop, when the pipeline has accepted the request, which may then wait for
                 admission.
-            hold: Called at the end with a function that makes room for another request, to be called when the outputs
-                have left this process. Default: there is room when the caller has received the last event.
+            release_when_sent: Called at the end with a function that makes room for another request, to be called when
+                the outputs have left this process. Default: there is room when the caller has received the last event.
             place: Of `reserve`. Default: a new one.
 
         Raises:
@@ -138,7 +138,7 @@ class AsyncOmniLLM(OmniBase):
             if feeding is not None:
                 feeding.cancel()
         release = functools.partial(orchestrator.release, internal_id)
-        release() if hold is None else hold(release)
+        release() if release_when_sent is None else release_when_sent(release)
         yield event
 
     async def check_prompt(self, prompt: str | OmniPrompt) -> None:

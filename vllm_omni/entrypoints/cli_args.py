@@ -9,6 +9,8 @@ from typing import Any
 from vllm.config.utils import get_attr_docs
 from vllm.engine.arg_utils import get_kwargs
 
+from vllm_omni.config.utils import parse_bytes
+
 
 def add_cli_args(
     group: argparse._ActionsContainer,
@@ -27,8 +29,22 @@ def add_cli_args(
     for name, kwargs in get_kwargs(cls).items():
         if name not in exclude:
             kwargs["help"] = " ".join(docs.get(name, "").split()).replace("%", "%%")
+            if name.endswith("_bytes"):
+                kwargs["type"] = byte_size
             kwargs |= {"type": types[name]} if types and name in types else {}
             group.add_argument("--" + name.replace("_", "-"), **kwargs)
+
+
+def byte_size(text: str) -> int:
+    """`parse_bytes` for a flag.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_json_object(text: str, value_type: type, form: str) -> dict[str, Any]:

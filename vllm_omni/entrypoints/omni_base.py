@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
-from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.launch.fork_server import ForkServer
+from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from vllm_omni.config.stage_config import PipelineConfig
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
-    from vllm_omni.metrics.stats import StageStats
-    from vllm_omni.orchestrator.supervisor import StageHealth
+    from vllm_omni.metrics.stats import StageHealth, StageStats
 
 
 def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
@@ -51,7 +51,8 @@ def launch_pipeline(
     """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
     server = fork_server or start_fork_server()
     try:
-        from vllm_omni.entrypoints.pipeline import open_pipeline
+        with handle_import_warnings():
+            from vllm_omni.entrypoints.pipeline import open_pipeline
 
         return open_pipeline(server, args, on_open)
     except BaseException:

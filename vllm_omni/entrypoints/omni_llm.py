@@ -17,12 +17,11 @@ from vllm_omni.metrics.logs import log_to_stderr
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
-    from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
     from vllm_omni.events import OmniEvent
-    from vllm_omni.inputs import OmniPrompt
+    from vllm_omni.inputs import ChatCompletionMessageParam, OmniPrompt
     from vllm_omni.orchestrator.request import PipelineRequest
     from vllm_omni.outputs import OmniRequestOutput
 
@@ -194,7 +193,7 @@ class OmniLLM(OmniBase):
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError("continue_final_message needs add_generation_prompt=False", "")
-        from vllm.renderers import ChatParams
+        from vllm_omni.inputs import ChatParams
 
         template_kwargs = {
             "add_generation_prompt": add_generation_prompt,

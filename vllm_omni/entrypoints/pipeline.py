@@ -7,18 +7,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.omni_args import OmniArgs
-from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, fetch_weights, resolve_pipeline
+from vllm_omni.entrypoints.start_progress import start_progress
 from vllm_omni.errors import PipelineStartError, StageConfigError
 from vllm_omni.extras import install_command
+from vllm_omni.launch.cluster import Cluster
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.observer import PipelineObserver
 from vllm_omni.model_executor.registry import OMNI_MODELS
-from vllm_omni.orchestrator.cluster import Cluster
-from vllm_omni.orchestrator.fork_server import ForkServer
 from vllm_omni.orchestrator.orchestrator import Orchestrator
 from vllm_omni.placement.cores import place_cores
 
@@ -68,11 +67,13 @@ def open_pipeline(
         undo.pop_all()
     try:
         on_open(orchestrator.close)
-        # While the stages start: this process needs its own tokenizer and preprocessor.
-        builder = RequestBuilder(config, args.model)
-        for observer in observers:
-            observer.watch_media_cache(builder.media_cache_counts)
-        orchestrator.wait_until_started()
+        with start_progress(orchestrator.health, [stage.checkpoint(args.model) for stage in config.stage_args]):
+            # While the stages start: this process needs its own tokenizer and preprocessor.
+            builder = RequestBuilder(config, args.model)
+            for observer in observers:
+                observer.watch_health(orchestrator.health)
+                observer.watch_media_cache(builder.media_cache_counts)
+            orchestrator.wait_until_started()
     except BaseException:
         orchestrator.close()
         raise
@@ -87,7 +88,7 @@ def open_cluster(config: PipelineConfig, timeout: float) -> Cluster:
         PipelineStartError: There is no such cluster, or it has not got the resources.
     """
     try:
-        from vllm_omni.orchestrator.ray_cluster import RayCluster
+        from vllm_omni.launch.ray_cluster import RayCluster
     except ModuleNotFoundError as error:
         raise StageConfigError(f"distributed_backend 'ray' needs Ray: {install_command('ray')}") from error
     return RayCluster(config, timeout)
@@ -144,14 +145,4 @@ def _modules_to_preload(resolved: ResolvedPipeline, model: str) -> list[str]:
     paths += [p for args in resolved.engine_args for p in (args.worker_cls, args.scheduler_cls) if isinstance(p, str)]
     paths += [OMNI_MODELS.get(stage.engine_args.get("model_arch", "")) for stage in stages]
     modules = {path.replace(":", ".").rpartition(".")[0] for path in paths if path is not None}
-    for stage in stages:
-        if stage.kind == "DiT":
-            modules |= {"vllm_omni.stage.engines.diffusion", *_pipeline_module(stage, model)}
-    return sorted(modules)
-
-
-def _pipeline_module(stage: OmniStageConfig, model: str) -> list[str]:
-    """The module of a diffusion stage's pipeline; none if it is code that comes with the checkpoint."""
-    config = parse_dit_config(stage.dit_engine_args, stage.label)
-    module = PipelineInfo.load(stage.checkpoint(model), config).pipeline_class.__module__
-    return [module] if module.startswith("diffusers.") else []
+    return sorted(modules.union(*(stage.kind.modules_to_preload(model) for stage in stages)))

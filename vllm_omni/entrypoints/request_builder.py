@@ -11,27 +11,25 @@ import threading
 import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.renderers import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
+from vllm_omni.engine.engine_args import message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
-from vllm_omni.entrypoints.function_parameters import FunctionParameters, load_function_parameters, sampling_values
-from vllm_omni.entrypoints.resolve import make_engine_args
 from vllm_omni.entrypoints.text_input import TextInput
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.function_stage import CALLER, SOUND_RATE
-from vllm_omni.inputs import OmniPrompt, StageRequest
+from vllm_omni.inputs import ChatParams, OmniPrompt, StageRequest
+from vllm_omni.kinds.parameters import FunctionParameters, load_function_parameters
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors, read_sound, read_text
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 
     from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 
+_T = TypeVar("_T")
 _PROMPT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "prompt": ((str, AsyncIterable), "a string"),
     "prompt_token_ids": ((list, tuple), "a list of token ids"),
@@ -81,27 +80,27 @@ class RequestBuilder:
         self._config = config
         self._ids = itertools.count()
         self.lock = threading.Lock()
-        self.input_processors = {
-            stage.stage_id: OmniInputProcessor(create_config_for_inputs(make_engine_args(stage, model)))
-            for stage in config.stage_args
-            if stage.runs_vllm and not stage.engine_input_source and not stage.transcribes
-        }
-        self._transcription_models = {
-            stage.stage_id: _load_transcription_model(stage, model) for stage in config.stage_args if stage.transcribes
-        }
-        self._diffusion_processors = {
-            stage.stage_id: _make_diffusion_processor(stage, model)
-            for stage in config.stage_args
-            if stage.kind == "DiT"
-        }
+        self.input_processors: dict[int, OmniInputProcessor] = _of_stages(
+            config, lambda stage: stage.kind.make_input_processor(model)
+        )
+        self._transcription_models: dict[int, type[SupportsTranscription]] = _of_stages(
+            config, lambda stage: stage.kind.load_transcription_model(model)
+        )
+        self._diffusion_processors: dict[int, DiffusionInputProcessor] = _of_stages(
+            config, lambda stage: stage.kind.make_diffusion_processor(model)
+        )
         self.prompt_processors = load_prompt_processors(config, model)
         self.function_parameters = load_function_parameters(config)
-        self._encoded_for = _encoded_for(config)
+        self._encoded_for: dict[int, int] = _of_stages(
+            config, lambda stage: stage.kind.params_from([config.stages[i] for i in config.targets[stage.stage_id]])
+        )
         self._adapter_stages = config.adapter_stages
         self._processors = load_processors(config, model)
         self._mm_metadata_keys = {key for processor in self._processors.values() for key in processor.mm_metadata_keys}
         self._default_params = {
-            stage.stage_id: self._make_default_params(stage) for stage in config.stage_args if stage.runs_vllm
+            stage.stage_id: self._make_default_params(stage)
+            for stage in config.stage_args
+            if stage.kind.params == "sampling"
         }
 
     def build(
@@ -173,7 +172,7 @@ class RequestBuilder:
         for stage_id in final_stages:
             request = stages[stage_id].engine_request
             is_read = any(target in stages for target in self._config.targets[stage_id])
-            if request is None or is_read or not self._config.stages[stage_id].emits_only_text:
+            if request is None or is_read or not self._config.stages[stage_id].kind.emits_only_text:
                 continue
             tokenizer = self.input_processors[stage_id].renderer.tokenizer
             if (decoder := TextDecoder.take_over(tokenizer, request)) is not None:
@@ -198,7 +197,7 @@ class RequestBuilder:
 
     def _set_priority(self, stages: dict[int, StageRequest], priority: int) -> None:
         for stage_id, request in stages.items():
-            if self._config.stages[stage_id].schedules_by_priority:
+            if self._config.stages[stage_id].kind.schedules_by_priority:
                 request.priority = priority
                 if request.engine_request is not None:
                     request.engine_request.priority = priority
@@ -231,13 +230,9 @@ class RequestBuilder:
         return next((stage for stage in reading if stage.is_comprehension), reading[0] if reading else None)
 
     def default_values(self, stage: OmniStageConfig) -> Mapping[str, Any]:
-        """The default sampling parameters of a vLLM stage: those of its configuration, else of the checkpoint. A stage
-        that transcribes writes the likeliest text, up to its end."""
-        if stage.transcribes:
-            return {"temperature": 0.0, "max_tokens": None, **sampling_values(stage, stage.default_sampling_params)}
-        if not stage.default_sampling_params and stage.stage_id in self.input_processors:
-            return self.input_processors[stage.stage_id].model_config.get_diff_sampling_param()
-        return stage.default_sampling_params
+        """The default sampling parameters of a vLLM stage."""
+        processor = self.input_processors.get(stage.stage_id)
+        return stage.kind.default_params(None if processor is None else processor.model_config.get_diff_sampling_param)
 
     def read_parameters(self, stage_id: int, given: Any, information: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a stage that is a `FunctionStage`, or transcribes. See `FunctionParameters.read`; what is
@@ -314,7 +309,7 @@ class RequestBuilder:
             for stage_id in stage_ids
         }
         if start is not None:
-            stages[start.stage_id].given = _read_given(request_id, start, prompt)
+            stages[start.stage_id].input_override = _read_override(request_id, start, prompt)
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
@@ -333,7 +328,7 @@ class RequestBuilder:
         """Whether it is a function that speaks the text of a chat's answer."""
         writer = self.prompt_stage
         reads_it = writer is not None and stage.engine_input_source == [writer.stage_id]
-        return reads_it and stage.kind == "function" and stage.final_output_type == "audio"
+        return reads_it and stage.kind.has_function and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one."""
@@ -413,7 +408,7 @@ class RequestBuilder:
             entry = given.get(stage_id)
             if isinstance(entry, Mapping):
                 stage = self._config.stages[stage_id]
-                entry = {**self.default_values(stage), **sampling_values(stage, entry)}
+                entry = {**self.default_values(stage), **stage.kind.sampling_values(entry)}
             if entry is not None:
                 params[stage_id] = _as_sampling_params(entry, self._config.stages[stage_id])
         return params
@@ -461,46 +456,15 @@ class RequestBuilder:
             raise StageConfigError(f"default_sampling_params: {error}") from error
 
 
-def _make_diffusion_processor(stage: OmniStageConfig, model: str) -> "DiffusionInputProcessor":
-    # Imported here: a pipeline without diffusion stages does not need diffusers.
-    from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
-
-    return DiffusionInputProcessor(stage, stage.checkpoint(model))
-
-
-def _load_transcription_model(stage: OmniStageConfig, model: str) -> "type[SupportsTranscription]":
-    # Imported here: it imports vLLM's server and loaders, which other pipelines do not need in the caller's process.
-    from vllm_omni.engine.transcription import load_transcription_model
-
-    return load_transcription_model(create_config_for_inputs(make_engine_args(stage, model)).model_config)
-
-
-def _encoded_for(config: PipelineConfig) -> dict[int, int]:
-    """The stages that only encode prompts, each with the diffusion stage that reads its output.
-
-    Raises:
-        StageConfigError: No diffusion stage reads it, or the two have different default settings.
-    """
-    found = {}
-    for stage in config.stage_args:
-        if stage.encodes_prompts:
-            readers = [i for i in config.targets[stage.stage_id] if config.stages[i].kind == "DiT"]
-            if not readers:
-                raise StageConfigError(f"{stage.label}: part: encoder, but no diffusion stage reads it")
-            if stage.default_sampling_params != config.stages[readers[0]].default_sampling_params:
-                raise StageConfigError(
-                    f"{stage.label}: default_sampling_params must be those of stage {readers[0]}, its reader"
-                )
-            found[stage.stage_id] = readers[0]
-    return found
+def _of_stages(config: PipelineConfig, make: Callable[[OmniStageConfig], _T | None]) -> dict[int, _T]:
+    """What is made of each stage, by stage id; without those of which there is none."""
+    made = {stage.stage_id: make(stage) for stage in config.stage_args}
+    return {stage_id: each for stage_id, each in made.items() if each is not None}
 
 
 def load_processors(config: PipelineConfig, model: str) -> dict[int, StageInputProcessor]:
     """The stage input processors of a checkpoint's pipeline, by stage id."""
-    processors = {
-        stage.stage_id: load_stage_input_processor(stage, stage.checkpoint(model)) for stage in config.stage_args
-    }
-    return {stage_id: processor for stage_id, processor in processors.items() if processor is not None}
+    return _of_stages(config, lambda stage: load_stage_input_processor(stage, stage.checkpoint(model)))
 
 
 def list_voices(
@@ -510,7 +474,7 @@ def list_voices(
     return list(dict.fromkeys(voice for group in stages for each in group.values() for voice in each.voices))
 
 
-def _read_given(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
+def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
     """What a caller gives a stage, as the output of a stage before it."""
     given = StageOutput(request_id=request_id, stage_id=CALLER)
     if stage.accepts == "text":
@@ -589,8 +553,7 @@ def _as_sampling_params(
     params = value.clone() if isinstance(value, SamplingParams) else make_sampling_params(value)
     if params.n > 1 and not (stage.final_output and stage.final_output_type == "text"):
         raise ValueError(f"n={params.n} for stage {stage.name!r}: only a final stage with text output supports n")
-    if params.n > 1 and stage.transcribes:
-        raise ValueError(f"n={params.n} for stage {stage.name!r}: a sound has one transcript")
+    stage.kind.check_num_outputs(params.n)
     for name in params.__struct_fields__:
         number = getattr(params, name)
         if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages that a checkpoint runs as, and their arguments. Starts nothing, loads no weights, touches no device."""
 
-import dataclasses
-import inspect
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import transformers
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
-from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
-from vllm.transformers_utils.config import get_hf_text_config
-from vllm.transformers_utils.model_arch_config_convertor import (
-    MODEL_ARCH_CONFIG_CONVERTORS,
-    ModelArchConfigConvertorBase,
-)
 
 from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.loader import load_pipeline_config
@@ -30,8 +21,9 @@ from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.config.utils import find_stage_configs, is_shipped, nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
-from vllm_omni.engine.engine_args import create_engine_args, message_of
-from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
+from vllm_omni.engine.hf_override import load_hf_config
+from vllm_omni.engine.hub import check_on_hub
+from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
 from vllm_omni.engine.text_models import why_not_text
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -41,16 +33,9 @@ CHECKPOINT_STAGE_CONFIG = "stage_config.yaml"
 """In a checkpoint's folder: the configuration of that checkpoint, in place of the one for its architecture."""
 # Arguments that may be folders of the pipeline's checkpoint.
 _CHECKPOINT_ARGS = ("model", "tokenizer")
-_LENGTH = "max_model_len"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # Arguments that the pipeline itself reads.
 _FOR_ALL = {"otlp_traces_endpoint", "trust_remote_code"}
-_VLLM_ARGUMENTS = {field.name for field in dataclasses.fields(EngineArgs)}
-_OWN_ARGUMENTS = {
-    name
-    for name, parameter in inspect.signature(create_engine_args).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +100,7 @@ def read_pipeline(args: OmniArgs) -> ReadPipeline:
 def has_vllm_stages(args: OmniArgs) -> bool:
     """Whether any stage of a checkpoint's pipeline is a vLLM engine. Raises as `read_pipeline`."""
     source = _source(args)
-    return source is not None and any(stage.runs_vllm for stage in _load(source, args).stage_args)
+    return source is not None and any(stage.kind.params == "sampling" for stage in _load(source, args).stage_args)
 
 
 def _load(source: Path, args: OmniArgs) -> PipelineConfig:
@@ -146,6 +131,7 @@ def _source(args: OmniArgs) -> Path | None:
     if own.is_file():
         return own
     revision = args.engine_args.get("revision")
+    check_on_hub(model, revision, args.engine_args.get("hf_token"))
     if is_diffusers_model(model, revision):
         name = args.engine_args.get("pipeline_class") or load_model_index(model, revision)["_class_name"]
         return find_models().pipelines.get(str(name))
@@ -158,7 +144,7 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
     hf_config = _read_hf_config(model, engine_args)
     if hf_config.model_type in models.stage_configs:
         return models.stage_configs[hf_config.model_type]
-    for_vllm = {name: value for name, value in engine_args.items() if name in _VLLM_ARGUMENTS}
+    for_vllm = {name: value for name, value in engine_args.items() if name in VLLM_ARGUMENTS}
     reason = why_not_text(model, hf_config, for_vllm)
     if reason is not None:
         raise StageConfigError(
@@ -215,7 +201,7 @@ def apply_arguments(
     """
     by_stage = _overrides_by_stage(config, overrides)
     config = config.with_stage_args([with_engine_type(stage, by_stage[stage.stage_id]) for stage in config.stage_args])
-    known = _FOR_ALL.union(*(_known_arguments(stage) for stage in config.stage_args))
+    known = _FOR_ALL.union(*(stage.kind.known_arguments() for stage in config.stage_args))
     for name in engine_args:
         if name not in known:
             raise StageConfigError(f"no stage of this pipeline has an engine argument {name!r}{nearest(name, known)}")
@@ -223,7 +209,7 @@ def apply_arguments(
     check_resources(config.with_stage_args(placed))
     stages = []
     for stage in config.stage_args:
-        known = _known_arguments(stage)
+        known = set(stage.kind.known_arguments())
         if stage.stage_id not in config.adapter_stages:
             known.discard("lora_modules")
         shared = {name: value for name, value in engine_args.items() if name in known}
@@ -242,12 +228,6 @@ def _overrides_by_stage(
             raise StageConfigError(f"override for stage {key}: {values!r} is not a mapping of keys to values")
         by_stage[stage_id] = merge(by_stage[stage_id], values)
     return by_stage
-
-
-def _known_arguments(stage: OmniStageConfig) -> set[str]:
-    if stage.runs_vllm:
-        return _VLLM_ARGUMENTS | _OWN_ARGUMENTS
-    return set(DIT_SETTINGS) if stage.kind == "DiT" else set()
 
 
 def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
@@ -279,51 +259,25 @@ def _limit_lengths(config: PipelineConfig, source: Path | None, args: OmniArgs) 
         StageConfigError: The operator's is longer.
     """
     names_file = args.stage_configs_path is not None and source not in find_models().stage_configs.values()
-    is_for_all = names_file or _LENGTH in args.engine_args
+    is_for_all = names_file or LENGTH in args.engine_args
     overridden = {
         find_stage(config, key).stage_id
         for key, override in args.stage_overrides.items()
-        if ("engine_args", _LENGTH) in overridden_keys(override)
+        if ("engine_args", LENGTH) in overridden_keys(override)
     }
     stages = []
     for stage in config.stage_args:
-        given = stage.engine_args.get(_LENGTH)
-        longest = _longest_length(stage, args.model) if stage.runs_vllm and isinstance(given, int) else None
+        given = stage.engine_args.get(LENGTH)
+        longest = stage.kind.longest_length(args.model) if isinstance(given, int) else None
         if longest is not None:
             if is_for_all or stage.stage_id in overridden:
                 raise StageConfigError(
-                    f"{stage.label}: {_LENGTH} {given} is more than its checkpoint has; set at most {longest}, for "
-                    f"this stage alone with --stage.{stage.name}.{_LENGTH}"
+                    f"{stage.label}: {LENGTH} {given} is more than its checkpoint has; set at most {longest}, for "
+                    f"this stage alone with --stage.{stage.name}.{LENGTH}"
                 )
-            stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | {_LENGTH: longest})
+            stage = msgspec.structs.replace(stage, engine_args=stage.engine_args | {LENGTH: longest})
         stages.append(stage)
     return config.with_stage_args(stages)
-
-
-def _longest_length(stage: OmniStageConfig, model: str) -> int | None:
-    """The length of a vLLM stage's checkpoint, if its `max_model_len` is longer; None if vLLM accepts that, or refuses
-    something else, which is reported when the arguments are checked."""
-    given = stage.engine_args[_LENGTH]
-    arguments = {name: value for name, value in stage.engine_args.items() if name != _LENGTH}
-    try:
-        engine_args = make_engine_args(msgspec.structs.replace(stage, engine_args=arguments), model)
-        if given <= _declared_length(engine_args, arguments):
-            return None
-        model_config = engine_args.create_model_config()  # May take seconds.
-    except (ValueError, TypeError, AssertionError, OSError):
-        return None
-    try:
-        model_config.get_and_verify_max_len(given)
-    except ValueError:
-        return model_config.max_model_len
-    return None
-
-
-def _declared_length(engine_args: EngineArgs, arguments: Mapping[str, Any]) -> float:
-    """The length in the configuration of a stage's model, before any scaling; infinite if there is none."""
-    hf_config = cast(StageConfigOverride, engine_args.hf_overrides)(load_hf_config(engine_args.model, arguments))
-    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(hf_config.model_type, ModelArchConfigConvertorBase)
-    return convertor(hf_config, get_hf_text_config(hf_config)).derive_max_model_len_and_key()[0]
 
 
 def _resolve_checkpoint(own: Any, model: str, revision: str | None, where: str) -> str:
@@ -384,32 +338,10 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
     checked = []
     for stage in config.stage_args:
         where = stage.label
-        if stage.has_ray_workers and config.runtime.distributed_backend is None:
+        if stage.kind.has_ray_workers and config.runtime.distributed_backend is None:
             raise StageConfigError(
                 f"{where}: distributed_executor_backend: ray needs the nodes of a Ray cluster; set distributed_backend "
                 "to ray, too"
             )
-        if stage.kind == "DiT":
-            parse_dit_config(stage.dit_engine_args, where)
-        if stage.runs_vllm:
-            try:
-                checked.append(make_engine_args(stage, model))
-            except (ValueError, TypeError) as error:
-                raise StageConfigError(f"{where}: engine_args: {message_of(error)}") from error
-            _check_architecture(stage)
-    return checked
-
-
-def _check_architecture(stage: OmniStageConfig) -> None:
-    architecture = stage.engine_args.get("model_arch")
-    known = ModelRegistry.get_supported_archs()
-    if architecture is not None and architecture not in known and not hasattr(transformers, architecture):
-        raise StageConfigError(
-            f"{stage.label}: engine_args.model_arch: neither vLLM nor a package has an architecture {architecture!r}"
-            f"{nearest(architecture, known)}\n{find_models().describe()}"
-        )
-
-
-def make_engine_args(stage: OmniStageConfig, model: str) -> EngineArgs:
-    """The engine arguments of a vLLM stage of a pipeline for `model`."""
-    return create_engine_args(stage.checkpoint(model), engine_type=stage.kind.lower(), **stage.vllm_engine_args)
+        checked.append(stage.kind.check_arguments(model))
+    return [engine_args for engine_args in checked if engine_args is not None]

@@ -5,13 +5,15 @@ All modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGG
 neither other modules of the package nor vLLM.
 """
 
+import ctypes
 import json
 import logging
 import logging.config
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ _CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 _VARIABLES = (_CONFIG_VARIABLE, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_CONFIGURE_LOGGING")
 _LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Read when they are imported."""
+_TORCH_ERROR = 2
+"""Of torch's levels: its C++ code logs warnings with 1."""
 
 
 def log_to_stderr() -> None:
@@ -85,27 +89,51 @@ def log_quietly() -> None:
     os.environ[_CONFIG_VARIABLE] = str(_QUIET_CONFIG)
     for name, level in _LIBRARIES.items():
         os.environ.setdefault(name, level)
+    if "torch" in sys.modules:
+        _limit_torch_log()
     configure_process()
+
+
+@contextmanager
+def handle_import_warnings() -> Iterator[None]:
+    """While vLLM is imported, which configures its loggers later: Python itself would print what they warn of, which is
+    about other packages."""
+    logger, handler = logging.getLogger("vllm"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def log_loudly() -> None:
     """Undoes `log_quietly`, for a command line that turns out to configure vLLM's logging."""
-    if _is_quiet():
+    if is_quiet():
         del os.environ[_CONFIG_VARIABLE]
 
 
 def configure_process() -> None:
     """Configures a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
-    if _is_quiet():
+    if is_quiet():
         logging.config.dictConfig(json.loads(_QUIET_CONFIG.read_text()))
         warnings.filterwarnings("ignore", category=FutureWarning)  # about code of others
 
 
 def log_warnings() -> None:
     """Logs vLLM's warnings from now on: after the start they are about requests, not about settings of this package."""
-    if _is_quiet():
+    if is_quiet():
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        # For each sound it warns that torchcodec is not there, which is about the installation, and needed by nothing.
+        logging.getLogger("vllm.multimodal.media.audio").setLevel(logging.ERROR)
 
 
-def _is_quiet() -> bool:
+def _limit_torch_log() -> None:
+    """Does what torch's variable does, in a process that has imported torch, which read it then."""
+    with suppress(OSError, ValueError):  # It has no such library, or that has no such variable.
+        library = ctypes.CDLL(str(Path(sys.modules["torch"].__file__ or "").parent / "lib" / "libc10.so"))
+        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _TORCH_ERROR
+
+
+def is_quiet() -> bool:
+    """Whether this process, or one that started it, has called `log_quietly`."""
     return os.environ.get(_CONFIG_VARIABLE) == str(_QUIET_CONFIG)

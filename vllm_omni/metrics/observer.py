@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.metrics.stats import COMPLETED, CacheCounts, MetricFamily, StageMetrics, StageStats
+from vllm_omni.metrics.stats import COMPLETED, CacheCounts, MetricFamily, StageHealth, StageMetrics, StageStats
 
 logger = get_logger(__name__)
 
@@ -113,6 +113,9 @@ class PipelineObserver:
 
     def engine_metrics(self, stage_id: int, replica: int, families: list[MetricFamily]) -> None:
         """A stage sent the metrics of its engine."""
+
+    def watch_health(self, read: Callable[[], Sequence[StageHealth]]) -> None:
+        """The pipeline has been made; `read` returns the state of each replica. Of any thread, called once, at most."""
 
     def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
         """The caller caches preprocessed media; `read` may be called from any thread. Called once, at most."""

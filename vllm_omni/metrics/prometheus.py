@@ -21,7 +21,15 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
-from vllm_omni.metrics.stats import COMPLETED, CacheCounts, EdgeStats, MetricFamily, StageStats
+from vllm_omni.metrics.stats import (
+    COMPLETED,
+    CacheCounts,
+    EdgeStats,
+    MetricFamily,
+    StageHealth,
+    StageState,
+    StageStats,
+)
 
 PREFIX = "vllm_omni:"
 
@@ -36,6 +44,9 @@ STAGE_GAUGES: dict[str, tuple[str, Callable[[StageStats], float]]] = {
     "num_requests_running": ("Requests in the stage's engine.", lambda s: s.num_running),
     "kv_blocks_used": ("KV cache blocks in use.", lambda s: s.kv_blocks_used),
     "kv_blocks": ("KV cache blocks of the engine.", lambda s: s.kv_blocks_total),
+    "unbatched_networks": ("Networks whose calls are not batched.", lambda s: len(s.unbatched)),
+    "stage_resident_memory_bytes": ("Memory of the stage's process in RAM.", lambda s: s.resident_bytes),
+    "stage_device_memory_bytes": ("Memory of the stage's process on its devices.", lambda s: s.device_bytes),
 }
 STAGE_COUNTERS: dict[str, tuple[str, Callable[[StageStats], float]]] = {
     "stage_enqueued": ("Requests that entered the stage's queue.", lambda s: s.num_enqueued),
@@ -100,6 +111,7 @@ class PrometheusObserver(PipelineObserver):
         engines: The latest metrics of its engine, in the same way.
         outcomes: Number of requests by outcome and by the name of the stage that failed them, if one did.
         histograms: Values of completed requests, by metric name.
+        health: Reads the state of each replica.
         media_cache: Reads the counts of the caller's cache.
     """
 
@@ -109,8 +121,12 @@ class PrometheusObserver(PipelineObserver):
         self.engines: dict[tuple[int, int], list[MetricFamily]] = {}
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.histograms = {name: _Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()}
+        self.health: Callable[[], Sequence[StageHealth]] = tuple
         self.media_cache: Callable[[], CacheCounts] = CacheCounts
         _collector.add(self)
+
+    def watch_health(self, read: Callable[[], Sequence[StageHealth]]) -> None:
+        self.health = read
 
     def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
         self.media_cache = read
@@ -173,11 +189,25 @@ _Pipelines = Sequence[tuple[str, PrometheusObserver]]
 def _families(pipelines: _Pipelines) -> Iterator[Metric]:
     # Copies, because each pipeline's thread keeps writing.
     stages = [(number, p, stats) for number, p in pipelines for stats in list(p.stages.values())]
+    yield from _health_families(pipelines)
     yield from _stage_families(stages)
     yield from _edge_families(stages)
     yield from _request_families(pipelines)
     yield from _media_cache_families(pipelines)
     yield from _engine_families(pipelines)
+
+
+def _health_families(pipelines: _Pipelines) -> Iterator[Metric]:
+    labels = ["pipeline", "stage", "replica"]
+    states = GaugeMetricFamily(f"{PREFIX}stage_state", "1 for the state of the stage.", labels=[*labels, "state"])
+    restarts = CounterMetricFamily(f"{PREFIX}stage_restarts", "How often its process was replaced.", labels=labels)
+    for number, pipeline in pipelines:
+        for stage in pipeline.health():
+            own = [number, pipeline.names[stage.stage_id], str(stage.replica)]
+            for state in StageState:
+                states.add_metric([*own, state.value], stage.state == state.value)
+            restarts.add_metric(own, stage.num_restarts)
+    yield from (states, restarts)
 
 
 _Stages = Sequence[tuple[str, PrometheusObserver, StageStats]]

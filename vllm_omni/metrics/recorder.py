@@ -93,6 +93,7 @@ class StageRecorder:
         kv_blocks: tuple[int, int] = (0, 0),
         caches: Mapping[str, CacheCounts] = MappingProxyType({}),
         unbatched: Sequence[str] = (),
+        memory: tuple[int, int] = (0, 0),
     ) -> StageStats:
         """A copy of the totals, with current values from the caller.
 
@@ -101,6 +102,7 @@ class StageRecorder:
             num_running: Requests in the engine.
             kv_blocks: KV cache blocks in use, and of the engine.
             caches, unbatched: As in `StageStats`.
+            memory: `resident_bytes` and `device_bytes`.
         """
         self.due, self._last_snapshot = None, time.monotonic()
         if self.metrics_due is None:
@@ -113,6 +115,8 @@ class StageRecorder:
             failures=dict(self._stats.failures),
             kv_blocks_used=used,
             kv_blocks_total=total,
+            resident_bytes=memory[0],
+            device_bytes=memory[1],
             caches=dict(caches),
             unbatched=list(unbatched),
             edges={source: msgspec.structs.replace(edge) for source, edge in self._stats.edges.items()},

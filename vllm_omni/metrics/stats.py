@@ -4,6 +4,9 @@
 Counts and seconds of a stage are totals since its process started; a rate is the difference of two snapshots.
 """
 
+from dataclasses import dataclass
+from enum import Enum
+
 import msgspec
 
 COMPLETED = "completed"
@@ -40,6 +43,42 @@ class StageMetrics(msgspec.Struct, kw_only=True):
     def seconds(self) -> float:
         """Seconds from `arrival` to `finished`."""
         return self.finished - self.arrival
+
+
+class StageState(Enum):
+    STARTING = "starting"
+    """The process loads the model."""
+    READY = "ready"
+    """It takes requests."""
+    UNRESPONSIVE = "unresponsive"
+    """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
+    RESTARTING = "restarting"
+    """The process died, and the next one is due or loading."""
+    DEAD = "dead"
+    """The process died too often; the stage's requests fail until the next one is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageHealth:
+    """The state of a replica of a stage.
+
+    Attributes:
+        name, replica: `writer`, or `writer.1` where there are several.
+        state: `starting`, `ready`, `unresponsive`, `restarting` or `dead`.
+        num_restarts: How often its process was replaced.
+        last_death: How its last process ended; empty if none has.
+        node: The machine that it is on; empty without a cluster.
+        waits_for: What is missing for its next process; empty if nothing is.
+    """
+
+    stage_id: int
+    name: str
+    replica: int
+    state: str
+    num_restarts: int = 0
+    last_death: str = ""
+    node: str = ""
+    waits_for: str = ""
 
 
 class CacheCounts(msgspec.Struct, kw_only=True, frozen=True):
@@ -95,6 +134,8 @@ class StageStats(msgspec.Struct, kw_only=True):
         num_steps, step_seconds: Engine steps, and their duration, summed.
         num_scheduled: Batch sizes of all steps, summed.
         kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
+        resident_bytes: Of its process in RAM, with what it shares with others. Stages of one process have equal values.
+        device_bytes: That torch's allocator holds on the devices of its process; 0 where it has none.
         caches: Of the engine, by name: `encoder`, of encoded media; `prompt`, of encoded prompts.
         unbatched: Networks of a diffusion stage whose calls are not batched, since requests would change each other's
             outputs.
@@ -117,6 +158,8 @@ class StageStats(msgspec.Struct, kw_only=True):
     num_scheduled: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    resident_bytes: int = 0
+    device_bytes: int = 0
     caches: dict[str, CacheCounts] = {}
     unbatched: list[str] = []
     edges: dict[int, EdgeStats] = {}

@@ -49,6 +49,15 @@ OMNI_PIPELINES: dict[str, str] = {"GlmImagePipeline": "glm_image"}
 MADE_CHECKPOINTS: dict[str, str] = {"SmolLM2-135M-Instruct": "vllm_omni.talk.weights:language_model"}
 """By the name in a stage configuration: functions that make a checkpoint of what other packages have."""
 
+STAGE_KINDS: dict[str, str] = {
+    "AR": "vllm_omni.kinds.vllm:Autoregressive",
+    "generation": "vllm_omni.kinds.vllm:Generation",
+    "DiT": "vllm_omni.kinds.diffusion:Diffusion",
+    "function": "vllm_omni.kinds.function:Function",
+    "fake": "vllm_omni.kinds.function:Fake",
+}
+"""By `engine_type`: the kinds of stages."""
+
 MODELS = ModelPackage(
     architectures=OMNI_MODELS,
     hf_configs=OMNI_CONFIGS,
@@ -56,4 +65,5 @@ MODELS = ModelPackage(
     pipelines=OMNI_PIPELINES,
     made_checkpoints=MADE_CHECKPOINTS,
     checkpoints=Path(__file__).parents[1] / "checkpoints",
+    stage_kinds=STAGE_KINDS,
 )

@@ -45,19 +45,19 @@ from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError
 from vllm_omni.inputs import StageInput
+from vllm_omni.launch.cluster import Cluster
+from vllm_omni.launch.fork_server import ForkServer
+from vllm_omni.launch.launcher import ClusterLauncher, Launcher, LocalLauncher
+from vllm_omni.launch.nodes import Nodes
+from vllm_omni.launch.silence import SilenceWatch
+from vllm_omni.launch.spec_factory import Site, SpecFactory
+from vllm_omni.launch.stage_handle import OmniStage, StageHandle
+from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
-from vllm_omni.metrics.stats import StageStats
+from vllm_omni.metrics.stats import StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.cluster import Cluster
-from vllm_omni.orchestrator.fork_server import ForkServer
-from vllm_omni.orchestrator.launcher import ClusterLauncher, Launcher, LocalLauncher
-from vllm_omni.orchestrator.nodes import Nodes
-from vllm_omni.orchestrator.omni_stage import OmniStage, StageHandle, StageState
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
-from vllm_omni.orchestrator.silence import SilenceWatch
-from vllm_omni.orchestrator.spec_factory import Site, SpecFactory
-from vllm_omni.orchestrator.supervisor import StageHealth, Supervisor
 from vllm_omni.placement.spec import StagePlacement
 
 logger = logging.getLogger("vllm.omni.orchestrator")
@@ -287,8 +287,8 @@ class Orchestrator:
     def _serve(self) -> None:
         while not self._closing:
             self._run_commands()
-            self._supervisor.act_on_time()
-            self._silence.act_on_time()
+            self._supervisor.on_timer()
+            self._silence.on_timer()
             self._router.end_overdue(time.monotonic())
             self._router.admit()
             self._poll(self._next_due())
@@ -334,7 +334,7 @@ class Orchestrator:
         payloads = PayloadReceiver(self._run_dir.path)
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
         self._supervisor = Supervisor(
-            [[self._stages[instance.instance_id] for instance in process] for process in self._config.processes],
+            list(self._stages.values()),
             self._launcher,
             self._config.runtime.restart,
             self._config.runtime.stage_init_timeout,
@@ -381,7 +381,7 @@ class Orchestrator:
         while not all(stage.is_up for stage in self._stages.values()):
             due = self._supervisor.due
             self._poll(deadline if due is None else min(deadline, due))
-            self._supervisor.act_on_time()
+            self._supervisor.on_timer()
             self._check_start(deadline)
         self._supervisor.restarts = True
 
@@ -462,7 +462,7 @@ class Orchestrator:
 
     def _on_message(self, message: OrchestratorInbound, frames: list[memoryview]) -> None:
         stage = self._stages[message.instance_id]
-        self._silence.heard(stage)
+        self._silence.heard(stage, message.more_s if isinstance(message, AliveMessage) else 0.0)
         match message:
             case ReadyMessage():
                 self._on_ready(stage, message)

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from vllm_omni.inputs import StageRequest
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
+from vllm_omni.launch.stage_handle import StageHandle
+from vllm_omni.metrics.stats import StageState
 
 _BLOCK = 32
 """Tokens of a prompt that are compared at once."""
@@ -25,17 +26,17 @@ class ReplicaSet:
         self._turns = itertools.count()
         self._prefixes = _Prefixes()
 
-    def take_new_requests(self, barred: Collection[int] = ()) -> bool:
+    def take_new_requests(self, excluded: Collection[int] = ()) -> bool:
         """Whether one of them accepts more requests; those with these instance ids do not."""
-        return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in barred)
+        return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in excluded)
 
-    def select(self, request: StageRequest, barred: Collection[int] = ()) -> StageHandle:
+    def select(self, request: StageRequest, excluded: Collection[int] = ()) -> StageHandle:
         """The replica for a request: one that is ready, if there is one, else one that restarts.
 
         Args:
-            barred: Instance ids of those that get no request as long as there are others.
+            excluded: Instance ids of those that get no request as long as there are others.
         """
-        candidates = self._candidates([s for s in self.stages if s.instance_id not in barred] or self.stages)
+        candidates = self._candidates([s for s in self.stages if s.instance_id not in excluded] or self.stages)
         if len(candidates) == 1:
             return candidates[0]
         if self._policy == "round_robin":

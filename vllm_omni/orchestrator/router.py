@@ -32,10 +32,11 @@ from vllm_omni.errors import (
     StageExecutionError,
 )
 from vllm_omni.inputs import StageInput
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.observer import PipelineObserver
+from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.omni_stage import StageHandle, StageState
-from vllm_omni.orchestrator.quarantine import LIMIT_S, Quarantine
+from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
 from vllm_omni.outputs import StageOutput
@@ -70,18 +71,13 @@ class RequestRouter:
         self._number = 0
         self._records: dict[str, RequestRecord] = {}
         self._retried: dict[str, str] = {}  # ids in stages, by id
-        self._processes = {
-            instance.instance_id: {other.stage.stage_id: other.instance_id for other in process}
-            for process in config.processes
-            for instance in process
-        }
-        self._quarantines: list[Quarantine] = []
+        self._isolated_retries: list[IsolatedRetry] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
     @property
     def due(self) -> float | None:
         """When `end_overdue` or `admit` must be called (`time.monotonic()`)."""
-        times = [quarantine.ends for quarantine in self._quarantines if quarantine.ends < math.inf]
+        times = [isolated.ends for isolated in self._isolated_retries if isolated.ends < math.inf]
         return min([*times, *(deadline for deadline, _ in self._deadlines[:1])], default=None)
 
     def activity(self) -> dict[str, int]:
@@ -101,10 +97,10 @@ class RequestRouter:
 
     def admit(self) -> None:
         """Starts waiting requests in order, as long as there is room; first those that are tried again."""
-        for quarantine in list(self._quarantines):
-            self._continue(quarantine)
+        for isolated in list(self._isolated_retries):
+            self._continue(isolated)
         while len(self._records) < self._config.runtime.max_inflight:
-            request = self._admission.peek(self._reaches_all) if self._quarantines else self._admission.peek()
+            request = self._admission.peek(self._reaches_all) if self._isolated_retries else self._admission.peek()
             if request is None or not self._takes_new(request):
                 return
             self._start(request)
@@ -113,21 +109,21 @@ class RequestRouter:
         """Whether its first stages accept more requests."""
         sources = {stage_id: self._config.stages[stage_id].engine_input_source for stage_id in request.stages}
         firsts = (stage_id for stage_id in request.stages if request.stages.keys().isdisjoint(sources[stage_id]))
-        barred = self._barred
-        return all(self._replicas[stage_id].take_new_requests(barred) for stage_id in firsts)
+        excluded = self._excluded
+        return all(self._replicas[stage_id].take_new_requests(excluded) for stage_id in firsts)
 
     def _reaches_all(self, request: PipelineRequest) -> bool:
-        """Whether each of its stages has a replica that is not in quarantine."""
-        barred = self._barred
+        """Whether each of its stages has a replica that is not kept for isolated retries."""
+        excluded = self._excluded
         return all(
-            any(stage.instance_id not in barred for stage in self._replicas[stage_id].stages)
+            any(stage.instance_id not in excluded for stage in self._replicas[stage_id].stages)
             for stage_id in request.stages
         )
 
     @property
-    def _barred(self) -> set[int]:
-        """Instances that take no new requests: their processes are in quarantine."""
-        return {instance_id for quarantine in self._quarantines for instance_id in quarantine.instances.values()}
+    def _excluded(self) -> set[int]:
+        """Instances that take no new requests: their processes are kept for isolated retries."""
+        return {isolated.instance_id for isolated in self._isolated_retries}
 
     def _start(self, request: PipelineRequest) -> None:
         """Starts a waiting request. It is always known here or in `Admission`, so that it gets its terminal event."""
@@ -161,12 +157,12 @@ class RequestRouter:
                 self._submit_to(self._stage_of(record, stage_id), record)
 
     def _select_replicas(self, record: RequestRecord, process: Mapping[int, int]) -> None:
-        barred = self._barred
+        excluded = self._excluded
         for stage_id, stage_request in record.request.stages.items():
             if stage_id in process:
                 stage = self._stages[process[stage_id]]
             else:
-                stage = self._replicas[stage_id].select(stage_request, barred)
+                stage = self._replicas[stage_id].select(stage_request, excluded)
             stage.num_requests += 1
             record.instances[stage_id] = stage.instance_id
 
@@ -250,7 +246,7 @@ class RequestRouter:
         record.finish(stage.stage_id, message.metrics)
         for target, epoch in message.sent_to.items():
             if self._stages[target].stage_id in record.pending and epoch != self._stages[target].epoch:
-                self._lose(record, self._stages[target])  # It was sent to a process that has died.
+                self._on_request_lost(record, self._stages[target])  # It was sent to a process that has died.
                 return
         if not record.pending:
             self._complete(record, stage)
@@ -267,7 +263,7 @@ class RequestRouter:
         if record is None:
             return
         if message.dead_instance is not None:
-            self._lose(record, self._stages[message.dead_instance])
+            self._on_request_lost(record, self._stages[message.dead_instance])
             return
         kind = InvalidRequestError if message.invalid else StageExecutionError
         error = kind(f"{stage.label}: {message.error}", record.request.external_id, stage.stage_id)
@@ -304,7 +300,7 @@ class RequestRouter:
             if record.instances.get(stage.stage_id) != stage.instance_id:
                 continue
             if self._is_lost(record, stage):
-                self._lose(record, stage)
+                self._on_request_lost(record, stage)
             elif stage.stage_id in record.pending:
                 record.unsubmitted.add(stage.stage_id)
             else:
@@ -314,9 +310,9 @@ class RequestRouter:
 
     def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
-        for quarantine in self._quarantines:
-            if stage.instance_id in quarantine.instances.values():
-                for record in quarantine.waiting:
+        for isolated in self._isolated_retries:
+            if stage.instance_id == isolated.instance_id:
+                for record in isolated.waiting:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
 
@@ -348,52 +344,60 @@ class RequestRouter:
         sources = record.sources(stage.stage_id)
         return not sources or any(source not in record.pending for source in sources)
 
-    def _lose(self, record: RequestRecord, stage: StageHandle) -> None:
-        """The stage's process died with data of the request, which is tried once more, alone.
-
-        A request of which the caller has received output fails, and so do all requests of a dead stage.
-        """
-        quarantine = next((q for q in self._quarantines if stage.instance_id in q.instances.values()), None)
-        is_alone = quarantine is not None and quarantine.running is record
-        if is_alone and record.is_working(stage.stage_id):
-            text = f"{stage.label} died of the request twice, at last while it did nothing else: {stage.death}"
-            self._fail(record, StageCrashError(text, record.request.external_id, stage.stage_id))
-        elif record.is_retry or record.has_events or stage.state is StageState.DEAD:
+    def _on_request_lost(self, record: RequestRecord, stage: StageHandle) -> None:
+        """The stage's process died with data of the request."""
+        isolated = self._isolated_retry(stage)
+        if isolated is not None and isolated.running is record and record.is_working(stage.stage_id):
+            self._fail_crashed(record, stage)
+        elif record.is_retry or record.has_events or stage.state is StageState.DEAD:  # The caller has a part of it.
             self._fail_dead(record, stage)
         else:
-            if quarantine is None:
-                quarantine = Quarantine(self._processes[stage.instance_id])
-                self._quarantines.append(quarantine)
-            self._leave(record)
-            retry = record.make_retry()
-            self._records[retry.request_id] = retry
-            self._retried[record.request.request_id] = retry.request_id
-            quarantine.waiting.append(retry)
-            logger.warning("request %s: %s died; it is tried again, alone", record.request.external_id, stage.label)
+            self._retry_isolated(record, stage)
 
-    def _continue(self, quarantine: Quarantine) -> None:
-        """Tries the next request, if nothing else is in the process; ends the quarantine if there is none."""
-        if quarantine.running is not None and not self._is_in(quarantine, quarantine.running):
-            quarantine.running = None
-        waiting = quarantine.waiting = deque(r for r in quarantine.waiting if r.request_id in self._records)
-        stages = [self._stages[instance_id] for instance_id in quarantine.instances.values()]
+    def _isolated_retry(self, stage: StageHandle) -> IsolatedRetry | None:
+        return next((each for each in self._isolated_retries if each.instance_id == stage.instance_id), None)
+
+    def _fail_crashed(self, record: RequestRecord, stage: StageHandle) -> None:
+        """It was alone in the process: it is the cause."""
+        text = f"{stage.label} died of the request twice, at last while it did nothing else: {stage.death}"
+        self._fail(record, StageCrashError(text, record.request.external_id, stage.stage_id))
+
+    def _retry_isolated(self, record: RequestRecord, stage: StageHandle) -> None:
+        """Tries it once more, alone in the next process."""
+        isolated = self._isolated_retry(stage)
+        if isolated is None:
+            isolated = IsolatedRetry(stage.instance_id, stage.stage_id)
+            self._isolated_retries.append(isolated)
+        self._leave(record)
+        retry = record.make_retry()
+        self._records[retry.request_id] = retry
+        self._retried[record.request.request_id] = retry.request_id
+        isolated.waiting.append(retry)
+        logger.warning("request %s: %s died; it is tried again, alone", record.request.external_id, stage.label)
+
+    def _continue(self, isolated: IsolatedRetry) -> None:
+        """Tries the next request, if nothing else is in the process; ends the retries if there is none."""
+        if isolated.running is not None and not self._is_in(isolated, isolated.running):
+            isolated.running = None
+        waiting = isolated.waiting = deque(r for r in isolated.waiting if r.request_id in self._records)
+        stage = self._stages[isolated.instance_id]
         now = time.monotonic()
-        if not all(stage.is_up for stage in stages):
-            quarantine.ends = math.inf
-            is_over = any(stage.state is StageState.DEAD for stage in stages)
+        if not stage.is_up:
+            isolated.ends = math.inf
+            is_over = stage.state is StageState.DEAD
         else:
-            quarantine.ends = min(quarantine.ends, now + LIMIT_S)
-            is_over = now >= quarantine.ends
-        if is_over or not (waiting or quarantine.running):
-            self._quarantines.remove(quarantine)
+            isolated.ends = min(isolated.ends, now + LIMIT_S)
+            is_over = now >= isolated.ends
+        if is_over or not (waiting or isolated.running):
+            self._isolated_retries.remove(isolated)
             for record in waiting:
-                self._fail_dead(record, stages[0])
-        elif waiting and quarantine.ends < math.inf and not any(map(quarantine.concerns, self._records.values())):
-            quarantine.running = waiting.popleft()
-            self._submit(quarantine.running, quarantine.instances)
+                self._fail_dead(record, stage)
+        elif waiting and isolated.ends < math.inf and not any(map(isolated.concerns, self._records.values())):
+            isolated.running = waiting.popleft()
+            self._submit(isolated.running, {isolated.stage_id: isolated.instance_id})
 
-    def _is_in(self, quarantine: Quarantine, record: RequestRecord) -> bool:
-        return record.request_id in self._records and quarantine.concerns(record)
+    def _is_in(self, isolated: IsolatedRetry, record: RequestRecord) -> bool:
+        return record.request_id in self._records and isolated.concerns(record)
 
     def _neighbours(self, stage: StageHandle) -> list[StageHandle]:
         """The replicas of the stages that it sends data to, or gets data from."""

@@ -20,7 +20,7 @@ from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
-from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES, SHARES_PROCESS
+from vllm_omni.engine.engine_args import CPU_KV_CACHE_BYTES
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement.devices import stage_devices, visible_devices
 
@@ -57,8 +57,6 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
     """
     if current_platform.is_cpu():
         return _apply_on_cpu(config)
-    _check_processes(config)
-    config = config.with_stage_args([_note_shared_process(stage, config) for stage in config.stage_args])
     devices = stage_devices(config)
     by_stage = {
         stage_id: [device for replica in replicas for device in devices[replica.instance_id]]
@@ -80,27 +78,18 @@ def apply_budgets(config: PipelineConfig) -> PipelineConfig:
 # On an accelerator.
 
 
-def _note_shared_process(stage: OmniStageConfig, config: PipelineConfig) -> OmniStageConfig:
-    """Removes the limit of a one-step stage that shares its process: it would apply to the other stages, too."""
-    replicas = config.replicas[stage.stage_id]
-    processes = [process for process in config.processes if replicas and replicas[0] in process]
-    if stage.kind != "generation" or all(len(process) == 1 for process in processes):
-        return stage
-    additional = {**(stage.engine_args.get("additional_config") or {}), SHARES_PROCESS: True}
-    return msgspec.structs.replace(stage, engine_args={**stage.engine_args, "additional_config": additional})
-
-
 def _with_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> OmniStageConfig:
-    if stage.runtime.memory is None or not stage.runs_vllm:
+    argument = stage.kind.budget_argument
+    if stage.runtime.memory is None or argument is None:
         return stage
-    if stage.has_ray_workers and not isinstance(parse_memory(stage.runtime.memory), float):
+    if stage.kind.has_ray_workers and not isinstance(parse_memory(stage.runtime.memory), float):
         raise StageConfigError(
             f"{stage.label}: runtime.memory {stage.runtime.memory!r}: its workers have devices that Ray chooses; use "
             "a fraction of them"
         )
-    if not devices and not stage.has_ray_workers:
+    if not devices and not stage.kind.has_ray_workers:
         return stage
-    return _with_engine_args(stage, {"gpu_memory_utilization": _as_fraction(stage, devices)})
+    return _with_engine_args(stage, {argument: _as_fraction(stage, devices)})
 
 
 def _as_fraction(stage: OmniStageConfig, devices: Sequence[str]) -> float:
@@ -124,32 +113,19 @@ def _total_memory(stage: OmniStageConfig, device: str) -> int:
 
 def _claims(instance: StageInstance, device: str) -> list[_Claim]:
     stage = instance.stage
-    if not stage.runs_vllm:
+    if (argument := stage.kind.budget_argument) is None:
         if stage.runtime.memory is None:
             return []
         return [_Claim(instance, device, _as_fraction(stage, [device]), "runtime.memory")]
-    fraction = _number(stage, "gpu_memory_utilization")
+    fraction = _number(stage, argument)
     if fraction is None:
         return [_Claim(instance, device, CacheConfig.gpu_memory_utilization, _DEFAULT)]
-    return [_Claim(instance, device, fraction, "gpu_memory_utilization, or runtime.memory")]
-
-
-def _check_processes(config: PipelineConfig) -> None:
-    """The limit of a diffusion stage applies to its process."""
-    for process in config.processes:
-        for instance in process:
-            stage = instance.stage
-            if len(process) > 1 and stage.kind == "DiT" and stage.runtime.memory is not None:
-                others = ", ".join(other.label for other in process if other is not instance)
-                raise StageConfigError(
-                    f"{instance.label}: runtime.memory would limit {others} too, in the same process; give this stage "
-                    "a process of its own (runtime.process: true), or leave memory out"
-                )
+    return [_Claim(instance, device, fraction, f"{argument}, or runtime.memory")]
 
 
 def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
     """A diffusion stage without a budget needs one for each vLLM stage on its device."""
-    if stage.kind != "DiT" or stage.runtime.memory is not None:
+    if not stage.kind.leaves_no_room or stage.runtime.memory is not None:
         return
     for claim in claims:
         if claim.source == _DEFAULT:
@@ -166,7 +142,8 @@ def _check_room(stage: OmniStageConfig, claims: Sequence[_Claim]) -> None:
 def _apply_on_cpu(config: PipelineConfig) -> PipelineConfig:
     _refuse_variable(config)
     config = config.with_stage_args([_with_kv_cache(stage) for stage in config.stage_args])
-    claims = [_kv_cache_claim(instance) for instance in config.instances.values() if instance.stage.kind == "AR"]
+    having_cache = [instance for instance in config.instances.values() if instance.stage.kind.is_autoregressive]
+    claims = [_kv_cache_claim(instance) for instance in having_cache]
     _check_sum(claims, _available_memory())
     return config
 
@@ -180,7 +157,7 @@ def _kv_cache_claim(instance: StageInstance) -> _Claim:
 
 def _with_kv_cache(stage: OmniStageConfig) -> OmniStageConfig:
     # A one-step stage has no KV cache.
-    if stage.runtime.memory is None or stage.kind != "AR":
+    if stage.runtime.memory is None or not stage.kind.is_autoregressive:
         return stage
     memory = parse_memory(stage.runtime.memory)
     size = memory if isinstance(memory, int) else int(memory * _machine_memory())

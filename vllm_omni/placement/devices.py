@@ -16,16 +16,12 @@ from pathlib import Path
 import torch
 from vllm.platforms import current_platform
 
-from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES
-from vllm_omni.config.resources import parse_devices, process_devices
+from vllm_omni.config.resources import instance_devices, parse_devices
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
-
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-"""Engine arguments of a vLLM stage whose product is the number of devices."""
 
 
 def set_stage_gpu_devices(devices: str | int | None, stage: str = "this process") -> None:
@@ -101,31 +97,28 @@ def stage_devices(config: PipelineConfig) -> dict[int, list[str]]:
     if current_platform.is_cpu():
         return {instance_id: [] for instance_id in config.instances}
     visible, found = visible_devices(), {}
-    for process in config.processes:
-        entries = process_devices(process)
-        for instance in process:
-            label, stage = instance.label, instance.stage
-            width = num_devices(stage)
-            names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
-            if entries and (stage.runs_vllm or stage.kind == "DiT") and len(names) != width:
-                product = " x ".join(PARALLEL_SIZES[:2] if stage.runs_vllm else DIT_PARALLEL_SIZES)
-                raise StageConfigError(
-                    f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
-                    f"({product}); make the two equal"
-                )
-            found[instance.instance_id] = names
+    for instance in config.instances.values():
+        entries, label, stage = instance_devices(instance), instance.label, instance.stage
+        width = num_devices(stage)
+        names = resolve_devices(entries or [str(i) for i in range(width)], visible, label)
+        if entries and stage.kind.parallel_sizes and len(names) != width:
+            product = " x ".join(stage.kind.parallel_sizes)
+            raise StageConfigError(
+                f"{label}: runtime.devices names {len(names)} ({', '.join(entries)}), but its engine takes {width} "
+                f"({product}); make the two equal"
+            )
+        found[instance.instance_id] = names
     return found
 
 
 def num_devices(stage: OmniStageConfig) -> int:
     """How many devices a stage's process takes; none where Ray starts the workers of its engine."""
-    return 0 if stage.has_ray_workers else world_size(stage)
+    return 0 if stage.kind.has_ray_workers else world_size(stage)
 
 
 def world_size(stage: OmniStageConfig) -> int:
     """How many devices, and workers, a stage's engine has: vLLM's `world_size`, or `DiTConfig`'s."""
-    names = DIT_PARALLEL_SIZES if stage.kind == "DiT" else PARALLEL_SIZES
-    return math.prod(stage.engine_args.get(name, 1) for name in names)
+    return math.prod(stage.engine_args.get(name, 1) for name in stage.kind.parallel_sizes)
 
 
 @contextlib.contextmanager

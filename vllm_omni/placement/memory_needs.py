@@ -30,14 +30,13 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vllm_omni.config.dit_config import parse_dit_config
+from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import create_config_without_engine, create_engine_args
+from vllm_omni.engine.engine_args import EngineType, create_config_without_engine, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
-from vllm_omni.placement.devices import PARALLEL_SIZES
 
 OVERHEAD_BYTES = 512 << 20
 """CUDA graphs and the workspaces of libraries, in a vLLM stage's budget. An assumption."""
@@ -91,35 +90,35 @@ def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> S
     Raises:
         StageConfigError: It cannot be computed; the message says why.
     """
-    if stage.runs_vllm:
-        return _of_vllm(config, stage, stage.checkpoint(model))
-    if stage.kind == "DiT":
-        return _of_diffusers(stage, stage.checkpoint(model))
-    return None
+    return stage.kind.memory_needs(config, model)
 
 
-def _of_diffusers(stage: OmniStageConfig, model: str) -> StageNeeds:
+def diffusers_needs(config: DiTConfig, model: str) -> StageNeeds:
+    """Those of a stage that runs a diffusers pipeline; `model` is its checkpoint."""
     from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
 
-    config = parse_dit_config(stage.dit_engine_args, stage.label)
     # Each device is counted as the first one, which has all of the pipeline, the others only the denoiser.
     weights = weight_bytes(model, config, torch.device("cuda")) * config.world_size
     return StageNeeds(weights=weights, activations=None)
 
 
-def _of_vllm(config: PipelineConfig, stage: OmniStageConfig, model: str) -> StageNeeds:
-    arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in PARALLEL_SIZES}
+def vllm_needs(config: PipelineConfig, stage: OmniStageConfig, model: str, engine_type: EngineType) -> StageNeeds:
+    """Those of a stage that runs a vLLM engine of this type; `model` is its checkpoint."""
+    sizes = stage.kind.parallel_sizes
+    arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in sizes}
     quantization = arguments.pop("quantization", None)
     if quantization is not None and quantization not in _QUANTIZED_BYTES:
         raise StageConfigError(f"weights with quantization {quantization!r} are not computed")
     with _quiet():
-        args = create_engine_args(model, engine_type=stage.kind.lower(), **arguments)
+        args = create_engine_args(model, engine_type=engine_type, **arguments)
         vllm_config = create_config_without_engine(args)
         module = _build(vllm_config)
+    max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+    num_rows = _rows_of_a_step(config, stage, vllm_config) if engine_type == "generation" else max_rows
     specs = list(_kv_cache_specs(vllm_config))
     return StageNeeds(
         weights=_weights(module, _QUANTIZED_BYTES.get(quantization)),
-        activations=_activations(module, vllm_config, _rows_of_a_step(config, stage, vllm_config)),
+        activations=_activations(module, vllm_config, num_rows),
         overhead=OVERHEAD_BYTES + _feedback_bytes(module, vllm_config),
         kv_token=sum(spec.page_size_bytes / spec.block_size for spec in specs),
         kv_request=sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs),
@@ -213,9 +212,9 @@ def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
 
 
 def _rows_of_a_step(config: PipelineConfig, stage: OmniStageConfig, vllm_config: VllmConfig) -> int:
-    """Maximal input rows of a step: fewer if all requests come in windows."""
+    """Maximal input rows of a step of a one-step engine: fewer if all requests come in windows."""
     scheduler = vllm_config.scheduler_config
-    if stage.kind != "generation" or stage.custom_process_input_func is None:
+    if stage.custom_process_input_func is None:
         return scheduler.max_num_batched_tokens
     processor = resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")
     windows = [config.window(source, stage.stage_id, processor.window) for source in stage.engine_input_source]

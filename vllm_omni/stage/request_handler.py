@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.distributed.messages import (
+    AliveMessage,
     DataMessage,
     ErrorMessage,
     InputMessage,
@@ -25,6 +26,7 @@ from vllm_omni.distributed.messages import (
 from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import InvalidRequestError, StageDeadError
 from vllm_omni.inputs import ReplyParsers, StageInput, StageRequest
+from vllm_omni.metrics.memory import device_bytes, resident_bytes
 from vllm_omni.metrics.recorder import ABORTED, StageRecorder
 from vllm_omni.metrics.stats import COMPLETED, StageMetrics
 from vllm_omni.metrics.tracing import StageTracer
@@ -41,10 +43,10 @@ from vllm_omni.stage.engines.base import (
     Stream,
     StreamChunk,
 )
-from vllm_omni.stage.feeders import Feeders, cost_of
-from vllm_omni.stage.outlet import Outlet
+from vllm_omni.stage.output_sender import OutputSender
 from vllm_omni.stage.queues import FlushTimes, WaitingQueue
 from vllm_omni.stage.request_state import InputStreams, Phase, RequestState
+from vllm_omni.stage.sources import Sources, cost_of
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.spoken_reply import SpokenReply, load_parsers
 from vllm_omni.stage.watchdog import INPUT, StepTimer
@@ -64,8 +66,8 @@ class RequestHandler:
     def __init__(
         self,
         spec: StageSpec,
-        outlet: Outlet,
-        feeders: Feeders,
+        sender: OutputSender,
+        sources: Sources,
         recorder: StageRecorder,
         tracer: StageTracer | None,
         call: Callable[[Callable[[], None]], None],
@@ -81,8 +83,8 @@ class RequestHandler:
         self._spec = spec
         self._instance_id = spec.instance.instance_id
         self._payloads = PayloadReceiver(Path(spec.run_dir))
-        self._outlet = outlet
-        self._feeders = feeders
+        self._sender = sender
+        self._sources = sources
         self._recorder = recorder
         self._tracer = tracer
         self._call = call
@@ -90,11 +92,11 @@ class RequestHandler:
         self._engine: StageEngine
         self._processor: StageInputProcessor | None
         self._requests: dict[str, RequestState] = {}
-        self._waiting = WaitingQueue(outlet.has_room)
+        self._waiting = WaitingQueue(sender.has_room)
         self._for_engine: list[RequestItem] = []
         self._flush_times = FlushTimes(self._requests)
         self._last_number = 0
-        self._early: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
+        self._out_of_order: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
         self._lost: list[tuple[float, PeerDownMessage]] = []  # when, and the source that died
         self._dead: dict[int, int] = {}  # by instance the last epoch that has died and of which no more is expected
 
@@ -106,18 +108,19 @@ class RequestHandler:
         """Sends a snapshot to the orchestrator."""
         engine = self._engine
         kv_blocks, caches, unbatched = engine.kv_blocks(), engine.cache_counts(), engine.unbatched()
-        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched)
-        self._outlet.send(StatsMessage(instance_id=self._instance_id, stats=stats))
+        memory = resident_bytes(), device_bytes()
+        stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched, memory)
+        self._sender.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
             self._recorder.changed()  # by the engine, which sends no message for it
 
     @property
     def due(self) -> float | None:
-        """When `act_on_time` has something to do."""
+        """When `on_timer` has something to do."""
         times = [self._flush_times.due, self._lost[0][0] if self._lost else None]
         return min((due for due in times if due is not None), default=None)
 
-    def act_on_time(self, now: float) -> None:
+    def on_timer(self, now: float) -> None:
         for state in self._flush_times.take_due(now):
             self._send_segment(state, state.outputs.flush_if_due)
         while self._lost and self._lost[0][0] <= now:
@@ -132,24 +135,24 @@ class RequestHandler:
             request = self._payloads.get(StageRequest, message.payload, frames)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             if not message.sources:
-                self._feeders.refund(cost_of(message))
+                self._sources.refund(cost_of(message))
             self._fail(Error.from_exception(message.request_id, error))
             return
         if request.spoken_text is not None and message.sources:
             self._load_parsers(request.spoken_text.parsers)  # They may be there before its data.
         state = self._make_state(message, request)
         self._requests[message.request_id] = state
-        for early in self._early.pop(message.request_id, ()):
+        for early in self._out_of_order.pop(message.request_id, ()):
             self.on_data(*early)
         if not message.sources:
-            state.owed.append(cost_of(message))
+            state.pending_refunds.append(cost_of(message))
             self._enqueue(state)
 
     def _drop_stale(self) -> None:
         """Drops early data of requests that will not be submitted: they ended while this process was starting."""
-        for request_id, entries in list(self._early.items()):
+        for request_id, entries in list(self._out_of_order.items()):
             if entries[0][0].number < self._last_number and request_id not in self._requests:
-                for message, _ in self._early.pop(request_id):
+                for message, _ in self._out_of_order.pop(request_id):
                     self._discard(message)
 
     def _make_state(self, message: SubmitMessage, request: StageRequest) -> RequestState:
@@ -157,17 +160,17 @@ class RequestHandler:
         sources = [self._spec.sources[i] for i in message.sources]
         windows = {source.stage_id: source.window.for_request(message.streams) for source in sources}
         inputs = InputStreams(windows)
-        if request.given is not None:
-            inputs = self._given_input(request.given, message.streams)
+        if request.input_override is not None:
+            inputs = self._override_input(request.input_override, message.streams)
         return RequestState(
             submit=message,
             request=request,
             inputs=inputs,
-            outputs=self._outlet.segmenter(message),
+            outputs=self._sender.segmenter(message),
             metrics=StageMetrics(stage_id=stage.stage_id, name=instance.name, replica=instance.replica),
         )
 
-    def _given_input(self, given: StageOutput, streams: bool) -> InputStreams:
+    def _override_input(self, given: StageOutput, streams: bool) -> InputStreams:
         """What a caller gives in place of the output of the stage's source, in the same windows."""
         windows = {source.stage_id: source.window.for_request(streams) for source in self._spec.sources.values()}
         inputs = InputStreams(windows or {given.stage_id: WindowConfig()})
@@ -197,24 +200,24 @@ class RequestHandler:
     def on_data(self, message: DataMessage, frames: list[memoryview]) -> None:
         state = self._requests.get(message.request_id)
         if state is None and message.number > self._last_number:
-            self._early[message.request_id].append((message, frames))
+            self._out_of_order[message.request_id].append((message, frames))
             return
         if state is None:
             self._discard(message)
             return
         if state.request.spoken_text is not None and not self._load_parsers(state.request.spoken_text.parsers):
-            self._early[message.request_id].append((message, frames))
+            self._out_of_order[message.request_id].append((message, frames))
             return
         self._recorder.received(self._source_stage(message), message.payload.num_bytes, time.monotonic() - message.sent)
         try:
             self._take_piece(state, message, frames)
         except Exception as error:
             self.on_error(Error.from_exception(message.request_id, error))
-        owed = cost_of(message)
+        cost = cost_of(message)
         if state.phase is Phase.QUEUED:
-            state.owed.append(owed)
+            state.pending_refunds.append(cost)
         else:
-            self._feeders.refund(owed)
+            self._sources.refund(cost)
 
     def _take_piece(self, state: RequestState, message: DataMessage, frames: list[memoryview]) -> None:
         """More of the request's input has arrived.
@@ -265,7 +268,7 @@ class RequestHandler:
             spoken_text = state.request.spoken_text
             if spoken_text is None or spoken_text.parsers != parsers:
                 continue
-            early = self._early.pop(state.request_id, [])
+            early = self._out_of_order.pop(state.request_id, [])
             if error is not None:
                 self.on_error(Error.from_exception(state.request_id, error))
             for piece in early:
@@ -276,7 +279,7 @@ class RequestHandler:
 
     def _discard(self, message: DataMessage) -> None:
         self._payloads.discard(message.payload)
-        self._feeders.refund(cost_of(message))
+        self._sources.refund(cost_of(message))
 
     def _enqueue(self, state: RequestState) -> None:
         state.metrics.arrival = time.monotonic()
@@ -298,13 +301,13 @@ class RequestHandler:
 
     def _leave_queue(self, state: RequestState) -> None:
         self._waiting.remove(state)
-        for owed in state.owed:
-            self._feeders.refund(owed)
-        state.owed.clear()
+        for cost in state.pending_refunds:
+            self._sources.refund(cost)
+        state.pending_refunds.clear()
 
     def _start(self, state: RequestState) -> None:
         self._leave_queue(state)
-        self._outlet.reserve(state)
+        self._sender.reserve(state)
         self._recorder.dequeued()
         state.metrics.started = time.monotonic()
         state.enter(Phase.STARTED)
@@ -324,6 +327,8 @@ class RequestHandler:
     def _process(
         self, processor: StageInputProcessor, state: RequestState, sources: dict[int, StageOutput]
     ) -> StageInput | None:
+        if more_s := self.timer.more_s(INPUT):  # No heartbeat is sent meanwhile.
+            self._sender.send(AliveMessage(instance_id=self._instance_id, more_s=more_s))
         with self.timer.of(INPUT):
             return processor.process(state.request, sources)
 
@@ -337,7 +342,7 @@ class RequestHandler:
                 self._for_engine.append(StreamChunk(state.request_id, stage_input, sources, is_last))
         elif not has_nothing_to_do:
             state.enter(Phase.IN_ENGINE)
-            streams, reads_rows = self._outlet.streams(state), self._outlet.reads_tensors(state)
+            streams, reads_rows = self._sender.streams(state), self._sender.reads_tensors(state)
             is_last = is_last and state.request.is_complete
             self._for_engine.append(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
             self._pass_more_input(state)
@@ -377,7 +382,7 @@ class RequestHandler:
         try:
             segment = make()
             if segment is not None:
-                self._outlet.send_segment(state, segment)
+                self._sender.send_segment(state, segment)
         except Exception as error:
             self.on_error(Error.from_exception(state.request_id, error))
 
@@ -393,20 +398,20 @@ class RequestHandler:
         metrics.num_input_tokens, metrics.num_output_tokens = result.num_input_tokens, result.num_output_tokens
         metrics.num_cached_tokens = result.num_cached_tokens
         try:
-            message, frames = self._outlet.finish(state, result.output)
+            message, frames = self._sender.finish(state, result.output)
         except Exception as error:
             self.on_error(Error.from_exception(result.request_id, error), abort_engine=False)
         else:
             self._forget(result.request_id, abort_engine=False)
             self._record_end(state, COMPLETED)
-            self._outlet.send(message, frames)
+            self._sender.send(message, frames)
 
     # Ends other than a result.
 
     def on_error(self, error: Error, abort_engine: bool = True) -> None:
         state = self._forget(error.request_id, abort_engine)
         if state is not None:
-            self._outlet.forget(error.request_id)
+            self._sender.forget(error.request_id)
             self._fail(error, state)
 
     def _fail(self, error: Error, state: RequestState | None = None) -> None:
@@ -418,13 +423,13 @@ class RequestHandler:
             traceback=error.traceback,
             invalid=error.invalid,
         )
-        self._outlet.send(message)
+        self._sender.send(message)
 
     def abort(self, request_id: str) -> None:
-        for message, _ in self._early.pop(request_id, ()):
+        for message, _ in self._out_of_order.pop(request_id, ()):
             self._discard(message)
         state = self._forget(request_id)
-        self._outlet.forget(request_id)
+        self._sender.forget(request_id)
         if state is not None:
             self._record_end(state, ABORTED)
 
@@ -460,13 +465,13 @@ class RequestHandler:
 
     def on_peer_down(self, message: PeerDownMessage) -> None:
         peer = message.instance_id
-        if peer in self._outlet.targets:
-            self._outlet.targets[peer].disconnect()
+        if peer in self._sender.targets:
+            self._sender.targets[peer].disconnect()
             for state in list(self._requests.values()):
                 if peer in state.num_sent:
                     self._report_lost(state.request_id, peer)
-        if peer in self._feeders:
-            self._feeders.disconnect(peer)
+        if peer in self._sources:
+            self._sources.disconnect(peer)
             self._lost.append((time.monotonic() + _LOST_AFTER_S, message))
 
     def is_current(self, sender: int, epoch: int) -> bool:
@@ -484,17 +489,17 @@ class RequestHandler:
 
     def _report_lost(self, request_id: str, dead_instance: int) -> None:
         state = self._forget(request_id)
-        self._outlet.forget(request_id)
+        self._sender.forget(request_id)
         self._record_end(state, StageDeadError.__name__)
         text = "it died with data of the request"
         message = ErrorMessage(
             request_id=request_id, instance_id=self._instance_id, error=text, dead_instance=dead_instance
         )
-        self._outlet.send(message)
+        self._sender.send(message)
 
     def on_peer_up(self, message: PeerUpMessage) -> None:
-        if message.instance_id in self._feeders:
-            self._feeders.connect(message)
-        if message.instance_id in self._outlet.targets:
-            for request_id, error in self._outlet.on_target_up(message).items():
+        if message.instance_id in self._sources:
+            self._sources.connect(message)
+        if message.instance_id in self._sender.targets:
+            for request_id, error in self._sender.on_target_up(message).items():
                 self._fail(Error.from_exception(request_id, error))

@@ -65,7 +65,7 @@ class Phase(enum.IntEnum):
     """A phase of a request in a stage, in their order; it may skip to the end from any."""
 
     NEEDS_INPUT = enum.auto()
-    """Its sources have not made its first input."""
+    """The request's sources have not made its first input."""
     QUEUED = enum.auto()
     """It waits for a place in the engine."""
     STARTED = enum.auto()
@@ -81,7 +81,7 @@ class RequestState:
     Attributes:
         phase: Changed by `enter` only.
         num_received, num_sent: Pieces received from each source, and sent to each target.
-        owed: Feeders, requests and bytes to refund when the request leaves the queue.
+        pending_refunds: Sources, requests and bytes to refund when the request leaves the queue.
         more_input: Of its prompt, for the engine when it has the request.
         reply: Of a stage that speaks a part of a reply: finds that part.
     """
@@ -94,7 +94,7 @@ class RequestState:
     phase: Phase = Phase.NEEDS_INPUT
     num_received: dict[int, int] = field(default_factory=dict)
     num_sent: dict[int, int] = field(default_factory=dict)
-    owed: list[tuple[int, int, int]] = field(default_factory=list)  # (feeder, requests, bytes)
+    pending_refunds: list[tuple[int, int, int]] = field(default_factory=list)  # (source, requests, bytes)
     more_input: list[StreamChunk] = field(default_factory=list)
     reply: SpokenReply | None = None
 

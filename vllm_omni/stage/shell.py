@@ -40,9 +40,9 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.stage.engines.base import Error, Outbox, Result, StageEngine, Started, Stream
-from vllm_omni.stage.feeders import Feeders
-from vllm_omni.stage.outlet import Outlet
+from vllm_omni.stage.output_sender import OutputSender
 from vllm_omni.stage.request_handler import RequestHandler
+from vllm_omni.stage.sources import Sources
 from vllm_omni.stage.spec import StageSpec
 from vllm_omni.stage.watchdog import IO, StepTimer
 
@@ -81,9 +81,9 @@ class StageShell:
         local = make_socket(self._context, zmq.PULL)
         self._address = stage_address(Path(spec.run_dir), self._instance_id, spec.epoch)
         local.bind(self._address)
-        self._outlet = Outlet(spec, self._context, self._network)
-        self._feeders = Feeders(spec, self._context, self._outlet.send, self._network)
-        self._requests = RequestHandler(spec, self._outlet, self._feeders, recorder, tracer, outbox.put)
+        self._sender = OutputSender(spec, self._context, self._network)
+        self._sources = Sources(spec, self._context, self._sender.send, self._network)
+        self._requests = RequestHandler(spec, self._sender, self._sources, recorder, tracer, outbox.put)
         sockets, fetcher = [local], None
         if self._network is not None:
             sockets, fetcher = [local, self._network.inbound], self._network.fetcher
@@ -122,9 +122,9 @@ class StageShell:
         if has_output:
             self._take_outbox()
         self._requests.start_waiting()
-        self._feeders.send_refunds()
+        self._sources.send_refunds()
         self._act_on_time()
-        self._outlet.flush()
+        self._sender.flush()
         self._requests.wake_engine()
 
     def _timeout(self) -> int | None:
@@ -135,7 +135,7 @@ class StageShell:
 
     @property
     def _heartbeat_due(self) -> float | None:
-        return self._outlet.last_sent + HEARTBEAT_S if self._is_ready else None
+        return self._sender.last_sent + HEARTBEAT_S if self._is_ready else None
 
     def _take_messages(self) -> None:
         while self._is_running:
@@ -161,7 +161,7 @@ class StageShell:
                 for request_id in message.request_ids:
                     self._requests.abort(request_id)
             case RefundMessage():
-                self._outlet.targets[message.instance_id].credit.refund(message.num_requests, message.num_bytes)
+                self._sender.targets[message.instance_id].credit.refund(message.num_requests, message.num_bytes)
             case PeerDownMessage():
                 self._requests.on_peer_down(message)
                 self._inbound.drop_sender(message.instance_id)
@@ -190,7 +190,7 @@ class StageShell:
         self._requests.capacity = self._spec.max_inflight or self._engine.capacity
         self._requests.send_stats()
         remote_address = "" if self._network is None else self._network.address
-        self._outlet.send(
+        self._sender.send(
             ReadyMessage(
                 instance_id=self._instance_id,
                 epoch=self._spec.epoch,
@@ -202,20 +202,20 @@ class StageShell:
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
-        self._requests.act_on_time(now)
+        self._requests.on_timer(now)
         if self._recorder.due is not None and self._recorder.due <= now:
             self._requests.send_stats()
         if self._recorder.metrics_due is not None and self._recorder.metrics_due <= now:
             self._send_metrics()
         if self._heartbeat_due is not None and self._heartbeat_due <= now:
-            self._outlet.send(AliveMessage(instance_id=self._instance_id))
+            self._sender.send(AliveMessage(instance_id=self._instance_id))
 
     def _send_metrics(self) -> None:
         if families := self._engine.metrics():
-            self._outlet.send(MetricsMessage(instance_id=self._instance_id, families=families))
+            self._sender.send(MetricsMessage(instance_id=self._instance_id, families=families))
         self._recorder.metrics_sent()
 
     def _on_fault(self, error: MessageError) -> None:
         self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
-            self._outlet.send(FaultMessage(instance_id=self._instance_id, peer=error.sender, error=str(error)))
+            self._sender.send(FaultMessage(instance_id=self._instance_id, peer=error.sender, error=str(error)))

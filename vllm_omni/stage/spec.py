@@ -70,7 +70,7 @@ class StageSpec(msgspec.Struct, kw_only=True):
         targets: The replicas of the stages that read its output, by instance id.
         segments: When output is sent to a streaming client; None: as soon as it is made.
         max_inflight: Requests that its engine holds at once; None: the engine's capacity.
-        max_queued, high_watermark_bytes: Requests and bytes that may wait in it for its engine before its feeders wait.
+        max_queued, high_watermark_bytes: Requests and bytes that may wait in it for its engine before its sources wait.
         connector: How payloads travel to the orchestrator.
         placement: Its cores and threads.
         share: Its machine, from which cores, threads, budget and devices follow; None: they are as they are here.

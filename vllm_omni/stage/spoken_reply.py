@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
 from vllm.reasoning import ReasoningParserManager
@@ -23,6 +21,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_omni.inputs import ReplyParsers, SpokenText, StageRequest
 from vllm_omni.outputs import StageOutput
+from vllm_omni.vllm_protocol import ChatCompletionRequest, DeltaMessage
 
 
 class SpokenReply:

@@ -92,6 +92,10 @@ class StepTimer:
         self._running.append((what, None))
         self.restart()
 
+    def more_s(self, what: str) -> float:
+        """Seconds that work of a kind, before it starts, may take in addition to the time limit."""
+        return COMPILE_S if self._wake_before is not None and (what, None) not in self._known else 0.0
+
     def set_shape(self, shape: Hashable) -> None:
         """The running step computes something of this shape: if it is the first, it has more time."""
         if self._running and (key := (self._running[-1][0], shape)) not in self._known:

@@ -14,7 +14,13 @@ _IMAGE_OR_LINK = re.compile(rf"!?\[([^\]]{{0,400}}){_ADDRESS}")
 _HALF_OF_A_LINK = re.compile(rf"!(?=\[)|{_ADDRESS}")
 _URL = re.compile(r"<?\b(?:https?://|www\.)([^\s/<>()]+)[^\s<>()]*?(?=[.,;:!?]*(?:[\s<>()]|$))>?")
 _MAIL = re.compile(r"\b([\w.+-]+)@([\w-]+(?:\.[\w-]+)+)")
-_TAG = re.compile(r"</?[a-zA-Z][\w-]*(?:\s+[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+))*\s*/?>")
+_FLAGS = (
+    "allowfullscreen|async|autofocus|autoplay|checked|controls|default|defer|disabled|formnovalidate|hidden|inert|ismap|"
+    "itemscope|loop|multiple|muted|nomodule|novalidate|open|playsinline|readonly|required|reversed|selected"
+)
+"""HTML's attributes without a value. Any other word in angle brackets may be mathematics: `x<y and y>z`."""
+_ATTRIBUTE = rf"[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+)|(?i:{_FLAGS})(?=[\s/>])"
+_TAG = re.compile(rf"</?[a-zA-Z][\w-]*(?:\s+(?:{_ATTRIBUTE}))*\s*/?>|<!--.{{0,400}}?-->|<![a-zA-Z][^<>]{{0,400}}>")
 _INLINE_CODE = re.compile(r"`+([^`]+)`+")
 # A mark behind a number, or a short name, multiplies: `2*3*4`, `x**2 + y**2`.
 _MARK = r"(?<![\d*~])(?<!\b\w)(?:\*{2,3}|~~)|(?<![\w*])\*(?!\*)"

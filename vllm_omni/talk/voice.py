@@ -53,7 +53,7 @@ class VoiceParameters(msgspec.Struct):
 
 
 @dataclass
-class _Reply:
+class _SpeechState:
     """A request's state: the noise goes on, and a block of code may end, in a later window.
 
     Attributes:
@@ -92,11 +92,11 @@ class Voice(FunctionStage):
         self._load = functools.cache(_load_voice)
         self._load(VoiceParameters().voice)
 
-    def begin(self, request: StageRequest, parameters: VoiceParameters) -> _Reply:
+    def begin(self, request: StageRequest, parameters: VoiceParameters) -> _SpeechState:
         voice = self._load(parameters.voice.lower())
-        return _Reply(request.request_id, voice, parameters.speed, np.random.default_rng(parameters.seed))
+        return _SpeechState(request.request_id, voice, parameters.speed, np.random.default_rng(parameters.seed))
 
-    def window(self, state: _Reply, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+    def window(self, state: _SpeechState, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
         (source,) = sources.values()
         state.is_of_caller = source.stage_id == CALLER
         text, state.in_code = split_code(source.completions[0].text, state.in_code)
@@ -110,7 +110,7 @@ class Voice(FunctionStage):
         if not state.has_spoken:
             yield {"audio": torch.empty(0)}
 
-    def end(self, state: _Reply) -> None:
+    def end(self, state: _SpeechState) -> None:
         """
         Raises:
             InvalidRequestError: A caller's text has nothing to say.
@@ -125,8 +125,8 @@ class Voice(FunctionStage):
                 state.request_id,
             )
 
-    def _phonemes(self, state: _Reply, sentence: str) -> list[str]:
-        """Those of a sentence, in the parts that the voice speaks at once; empty where there is nothing to hear."""
+    def _phonemes(self, state: _SpeechState, sentence: str) -> list[str]:
+        """The phonemes of a sentence, in parts that the voice speaks at once; empty if there is nothing to hear."""
         try:
             parts = state.voice.phonemize(sentence)
         except Exception:
@@ -135,7 +135,7 @@ class Voice(FunctionStage):
         pieces = chain.from_iterable(textwrap.wrap(part, _MAX_PHONEMES, break_on_hyphens=False) for part in parts)
         return [phonemes for phonemes in pieces if any(map(str.isalpha, phonemes))]
 
-    def _log(self, state: _Reply) -> ContextLogger:
+    def _log(self, state: _SpeechState) -> ContextLogger:
         return about(logger, request_id=state.request_id, stage=self.stage.label)
 
 

@@ -51,7 +51,13 @@ class HFOracle:
         model: The model itself, to compare parts of it.
     """
 
-    def __init__(self, model: str | Path, dtype: torch.dtype = torch.float32, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
         """
         Args:
             model: Folder or name of a checkpoint whose `model_type` is one of `REFERENCES`.
@@ -60,7 +66,7 @@ class HFOracle:
         self.num_threads = num_threads
         self.processor = AutoProcessor.from_pretrained(model)
         self._reference = REFERENCES[AutoConfig.from_pretrained(model).model_type](model, dtype)
-        self.model = self._reference.model
+        self.model = self._reference.model.to(device)
 
     def generate(self, prompt: Prompt, **params: Any) -> OracleResult:
         """The greedy output for one prompt.
@@ -72,11 +78,18 @@ class HFOracle:
         started = time.perf_counter()
         inputs = hf_inputs(self.processor, prompt)
         result = OracleResult(prompt_token_ids=inputs["input_ids"][0].tolist())
+        inputs = {name: self._as_model(value) for name, value in inputs.items()}
         use_audio = prompt.get("mm_processor_kwargs", {}).get("use_audio_in_video", False)
         with torch_threads(self.num_threads):
             self._reference.run(inputs, OracleParams(use_audio_in_video=use_audio, **params), result)
+        result.audio = result.audio.float().cpu()
         result.seconds = time.perf_counter() - started
         return result
+
+    def _as_model(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
 
 
 class HFTextOracle:

@@ -15,13 +15,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.v1.core.sched.output import GrammarOutput
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import StageConfigError
+from vllm_omni.vllm_versions import CPULoRARunner
 from vllm_omni.worker.cpu_half_weights import CPUHalfWeights
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
@@ -53,31 +52,7 @@ class CPUIdleGenerators(GPUModelRunner):
             generators.update(removed)
 
 
-class OmniPunicaWrapperCPU(PunicaWrapperCPU):
-    """LoRA on the CPU where a request has no adapter.
-
-    vLLM marks the rows of such a request with the index -1. Its kernels for accelerators skip them; those for the CPU
-    read -1 as the last adapter. An adapter's result is linear in its input, so zeros in these rows add nothing.
-
-    The class holds no state of its own: vLLM builds its own class, and `adopt` turns the instance into this one.
-    """
-
-    @classmethod
-    def adopt(cls, wrapper: Any) -> None:
-        assert isinstance(wrapper, PunicaWrapperCPU), f"{type(wrapper).__name__} is not the CPU's"
-        wrapper.__class__ = cls
-
-    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_lora_linear(y, _with_adapter(x, self.token_lora_indices), *args, **kwargs)
-
-    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_lora_embedding(y, _with_adapter(x, self.token_lora_indices), *args, **kwargs)
-
-    def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_lora_logits(y, _with_adapter(x, self.sampler_indices), *args, **kwargs)
-
-
-class CPULoRA(CPUModelRunner):
+class CPULoRA(CPULoRARunner):
     """A base of the runners of stages that can have adapters."""
 
     def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
@@ -85,10 +60,7 @@ class CPULoRA(CPUModelRunner):
             raise StageConfigError(
                 "enable_lora: vLLM has no CPU kernels for LoRA on a mixture of experts; set enable_lora to false"
             )
-        model = super().load_lora_model(model, vllm_config, device)
-        for wrapper in self.lora_manager._adapter_manager.punica_wrapper_mapping.values():
-            OmniPunicaWrapperCPU.adopt(wrapper)
-        return model
+        return super().load_lora_model(model, vllm_config, device)
 
 
 class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUHalfWeights):
@@ -154,8 +126,3 @@ def _unlink_shared_memory() -> None:
         if isinstance(communicator, CpuCommunicator) and isinstance(communicator.dist_module, _CPUSHMDistributed):
             for path in Path("/dev/shm").glob(f"{glob.escape(communicator.dist_module.group_name)}*"):
                 path.unlink(missing_ok=True)  # Another worker of the group does so, too.
-
-
-def _with_adapter(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """`[num_rows, ...]`, zero where a row's index is that of no adapter."""
-    return rows.masked_fill((indices < 0)[:, None], 0)

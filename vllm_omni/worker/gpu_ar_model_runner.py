@@ -183,6 +183,11 @@ class OutputWithRows(AsyncModelRunnerOutput):
     def get_output(self) -> OmniModelRunnerOutput:
         return self._rows.add_to(self._output.get_output())
 
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM keeps of a step whose `get_output` has raised; not every version asks for it."""
+        output: Any = self._output
+        return output.get_kv_connector_output()
+
 
 def _join(parts: list[Outputs]) -> Outputs | None:
     """Parts of the rows of one request, one after the other; None for no rows."""

@@ -13,9 +13,9 @@ from vllm_omni.diffusion.batched_call import CannotSplitError, ModuleCall, compu
 from vllm_omni.diffusion.job import JobEnd, RunningJob
 from vllm_omni.diffusion.join_check import JoinChecks, are_close, precision_of
 from vllm_omni.diffusion.loader import denoiser_names, load_pipeline, resolve_dtype
+from vllm_omni.diffusion.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
-from vllm_omni.worker.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
 
 logger = get_logger(__name__)
 

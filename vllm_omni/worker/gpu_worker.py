@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_omni.engine.engine_args import SHARES_PROCESS
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsBatchSize
@@ -97,8 +96,7 @@ class GPUGenerationWorker(OmniGPUWorker):
         """vLLM bounds a stage's memory by the size of its KV cache. Here is no KV cache, so torch bounds it."""
         super().init_device()
         assert self.device is not None
-        additional = cast(dict[str, Any], self.vllm_config.additional_config)
-        if self.device.type == "cuda" and not additional.get(SHARES_PROCESS):
+        if self.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(self.cache_config.gpu_memory_utilization, self.device)
 
     def batch_tokens(self) -> int | None:

@@ -25,7 +25,7 @@ from coloured_shapes.language import Scene, describe, random_dialogue, random_sc
 from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
-from vllm_omni.entrypoints.cli.demo_results import Answer, DemoResult, print_verdict, stream_answer
+from vllm_omni.entrypoints.cli.demo_results import DemoAnswer, DemoResult, Verdict, print_verdict, stream_answer
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.extras import install_command
 from vllm_omni.speech_recognition import count_understood
@@ -92,10 +92,12 @@ class Demo:
         expected = describe(seen) if seen.shapes else sentence
         self._check_answer("What it sees in the painting", expected, answer, "painting.wav", picture="painting.png")
 
-    def _chat(self, content: list[dict[str, Any]], speaker: str) -> Answer:
+    def _chat(self, content: list[dict[str, Any]], speaker: str) -> DemoAnswer:
         return stream_answer(self._omni, content, additional_information={"speaker": speaker})
 
-    def _check_answer(self, title: str, expected: str, answer: Answer, file: str, picture: str | None = None) -> None:
+    def _check_answer(
+        self, title: str, expected: str, answer: DemoAnswer, file: str, picture: str | None = None
+    ) -> None:
         soundfile.write(self._folder / file, answer.speech.numpy(), SAMPLE_RATE)
         seconds = len(answer.speech) / SAMPLE_RATE
         print(f"      speech: {self._folder}/{file}, {seconds:.1f} s, began after {answer.first_audio:.2f} s")
@@ -113,7 +115,8 @@ class Demo:
         else:
             print(f"      speech {understood}")
         note = f"Expected: {expected} Speech: {understood}."
-        self.results.append(DemoResult(title, answer.text, note, is_right, picture, file, answer.output))
+        verdict = _verdict(is_right)
+        self.results.append(DemoResult(title, answer.text, note, verdict, picture, file, answer.output))
 
     def _paint(self, sentence: str) -> Image.Image:
         started = time.perf_counter()
@@ -127,10 +130,20 @@ class Demo:
         print_verdict("painting", is_right, note)
         self.results.append(
             DemoResult(
-                "The painting", sentence, note[0].upper() + note[1:] + ".", is_right, "painting.png", None, output
+                "The painting",
+                sentence,
+                note[0].upper() + note[1:] + ".",
+                _verdict(is_right),
+                "painting.png",
+                None,
+                output,
             )
         )
         return painting
+
+
+def _verdict(is_right: bool) -> Verdict:
+    return "right" if is_right else "wrong"
 
 
 def _list(scene: Scene) -> str:

@@ -24,6 +24,19 @@ for await (const chunk of await client.chat.completions.create({ ...chat, stream
   pieces.push(chunk.choices[0].delta.content ?? "");
 }
 
+const asked = {
+  model,
+  input: [{
+    role: "user",
+    content: [{ type: "input_image", image_url: image.url }, { type: "input_text", text: question }],
+  }],
+};
+const response = await client.responses.create(asked);
+const deltas = [];
+for await (const event of client.responses.stream(asked)) {
+  if (event.type === "response.output_text.delta") deltas.push(event.delta);
+}
+
 const speech = await client.audio.speech.create({
   model: "gpt-4o-mini-tts",
   voice: "coral",
@@ -39,6 +52,8 @@ console.log(JSON.stringify({
   answer: answer.choices[0].message.content,
   spokenAnswer: answer.choices[0].message.audio.data,
   pieces,
+  response: response.output_text,
+  deltas,
   speech: Buffer.from(await speech.arrayBuffer()).toString("base64"),
   transcript: transcript.text,
   painting: painting.data[0].b64_json,

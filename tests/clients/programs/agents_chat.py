@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two turns of an agent of openai-agents: `agents_chat.py URL KEY MODEL PICTURE QUESTION`; prints them as JSON."""
+"""Two turns of an agent of openai-agents: `agents_chat.py URL KEY MODEL PICTURE QUESTION API`; prints them as JSON.
+
+API: `responses`, the default of openai-agents, or `chat_completions`.
+"""
 
 import asyncio
 import base64
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from agents import Agent, Runner, set_default_openai_api, set_default_openai_client, set_tracing_disabled
 from openai import AsyncOpenAI
 
 
-async def main(url: str, key: str, model: str, picture: str, question: str) -> None:
+async def main(url: str, key: str, model: str, picture: str, question: str, api: Any) -> None:
     set_tracing_disabled(True)
-    client = AsyncOpenAI(base_url=url, api_key=key)
-    agent = Agent(name="Painter", model=OpenAIChatCompletionsModel(model=model, openai_client=client))
+    set_default_openai_api(api)
+    set_default_openai_client(AsyncOpenAI(base_url=url, api_key=key))
+    agent = Agent(name="Painter", model=model)
     image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
     content = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": question}]
     first = await Runner.run(agent, [{"role": "user", "content": content}])

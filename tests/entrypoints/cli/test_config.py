@@ -129,9 +129,23 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--stage-configs-path", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
         (["--vae-tiling"], "no stage of this pipeline has an engine argument 'vae_tiling'"),
         (["--stage.talker.runtime.memory", "1PiB"], "(talker): runtime.memory '1PiB' is not an amount of memory"),
-        (["--stage.talker.dtype", "fp16"], "stage talker (its model is"),
-        (["--stage.thinker.max_model_len", "4k"], "max_model_len: Input should be a valid integer"),
-        (["--stage.thinker.max_num_seqs", '"3"'], "stage thinker (its model is"),
+        (["--stage.talker.dtype", "fp16"], "stage 1 (talker): engine_args: dtype: 'fp16' must be 'auto', 'half', "),
+        (
+            ["--stage.thinker.max_model_len", "4k"],
+            "(thinker): engine_args: max_model_len: '4k' must be a valid int",
+        ),
+        (["--stage.thinker.max_num_seqs", '"3"'], "(thinker): engine_args: max_num_seqs: '3' must be a valid integer"),
+        (["--stage.thinker.max_num_seqs", "0"], "max_num_seqs: 0 must be greater than or equal to 1"),
+        (["--stage.talker.hf_overrides", "3"], "(talker): engine_args: hf_overrides: 3 must be a valid dictionary or"),
+        (["--stage.thinker.tokenizer_mode", "hg"], "'hg' is not one of auto, cohere, "),
+        (["--stage.thinker.block_size", "7"], "block_size: 7 must be a multiple of 32 on a CPU"),
+        (
+            ["--stage.thinker.runtime.max_inflight", "-3"],
+            "(thinker): runtime.max_inflight: Expected `int` >= 1, not",
+        ),
+        (["--request-timeout-s", "nan"], "request_timeout_s: Expected `float` >= 0.0, not nan"),
+        (["--init-timeout", "0"], "init_timeout: Expected `float` > 0.0, not 0"),
+        (["--max-inflight", "0"], "max_inflight: Expected `int` >= 1, not 0"),
         (["--stage.talker.default_sampling_params.top_p", "7"], "(talker): default_sampling_params: top_p must be in"),
         (["--stage.thinker.default_sampling_params.top_kk", "7"], "(thinker): default_sampling_params: Unexpected"),
     ],
@@ -140,6 +154,12 @@ def test_an_error_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str
     result = run("config", "show", tiny_qwen3_omni_moe, *given)
     assert (result.code, result.out) == (1, "")
     assert words in result.err and "Traceback" not in result.err
+
+
+def test_a_size_that_is_none_is_an_error_of_usage(run, tiny_qwen3_omni_moe: Path) -> None:
+    result = run("config", "show", tiny_qwen3_omni_moe, "--shm-threshold-bytes", "-1")
+    assert (result.code, result.out) == (2, "")
+    assert "--shm-threshold-bytes: '-1' is not a number of bytes; write 4096, 512MiB or 4GiB" in result.err
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["show", "--help"], 0), ([], 2), (["see"], 2)])

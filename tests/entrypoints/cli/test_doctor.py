@@ -82,8 +82,12 @@ def test_a_variant_that_fits(run, quick, monkeypatch, tiny_qwen3_omni_moe: Path)
         (["MODEL", "--gpus", "2"], "another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE"),
         (["--gpus", "2", "--gpu-memory", "79GiB"], "another machine is given as"),
         (["MODEL", "--gpus", "0", "--gpu-memory", "79GiB"], "another machine is given as"),
-        (["MODEL", "--gpu-memory", "much"], "--gpu-memory 'much' is not an amount of memory"),
-        (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory 0.5: write bytes with a unit, e.g. 79GiB"),
+        (
+            ["MODEL", "--gpu-memory", "much"],
+            "--gpu-memory: 'much' is not a number of bytes; write",
+        ),
+        (["MODEL", "--gpu-memory", "0.5"], "--gpu-memory: '0.5' is not a number of bytes"),
+        (["MODEL", "--gpu-memory", "79"], "--gpu-memory 79: has no unit; write e.g. 79GiB"),
     ],
 )
 def test_wrong_options_of_another_machine(run, arguments: list[str], words: str) -> None:

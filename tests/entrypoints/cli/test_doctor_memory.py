@@ -25,9 +25,9 @@ def fake_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(config: PipelineConfig, stage: Any, model: str) -> StageNeeds | None:
         if stage.name == "f":
             raise StageConfigError("no such thing")
-        if stage.kind == "DiT":
+        if stage.kind.name == "DiT":
             return StageNeeds(weights=10 * GIB, activations=None)
-        return NEEDS if stage.runs_vllm else None
+        return NEEDS if stage.kind.params == "sampling" else None
 
     monkeypatch.setattr(doctor_memory, "stage_needs", needs)
 
@@ -46,7 +46,6 @@ def plan(*stages: dict[str, Any], gib: tuple[float, ...] = (40,)) -> MemoryPlan:
         ([{"engine_args": {"gpu_memory_utilization": 0.5}}], (27,)),
         ([{"devices": 1}], (1, 15)),
         ([{"devices": "0,1", "engine_args": {"tensor_parallel_size": 2}}], (8, 8)),
-        ([{"process": "x", "memory": "13GiB"}, {"process": "x", "memory": "13GiB"}], (26.5,)),
         ([{}, {"engine_type": "fake"}], (15,)),
     ],
 )

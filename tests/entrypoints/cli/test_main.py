@@ -3,14 +3,18 @@
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from vllm.platforms import current_platform
 
 import vllm_omni
+from vllm_omni import vllm_requirement
 from vllm_omni.entrypoints.cli import doctor
 from vllm_omni.entrypoints.cli import main as cli
 from vllm_omni.errors import OmniError
+from vllm_omni.metrics import status_line
 from vllm_omni.vllm_requirement import find_vllm
 
 
@@ -86,6 +90,21 @@ def test_vllm_itself_hands_omni_to_us():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "vllm-omni: error: --omni is for bench serve" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_command_that_imports_vllm_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(status_line, "_PATIENCE_S", 0.0)
+    printed = threading.Event()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False, write=sys.stderr.write, flush=printed.set))
+    with cli._importing_vllm():
+        assert printed.wait(60)
+    assert capsys.readouterr().err == "importing vLLM ...\n"
+
+
+def test_the_first_import_of_vllm_is_announced(monkeypatch, tmp_path):
+    assert vllm_requirement.describe_import() == "importing vLLM"
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    assert vllm_requirement.describe_import().startswith("importing vLLM for the first time: Python compiles")
 
 
 @pytest.mark.parametrize("command", [["serve", "MODEL"], ["config", "show", "MODEL"], ["chat"]])

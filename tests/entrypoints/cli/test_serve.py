@@ -3,6 +3,8 @@
 
 import errno
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.entrypoints.cli import main as cli
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.serve import OPTIONS, OmniServeCommand
+from vllm_omni.entrypoints.cli.serve_help import GROUPS, HINT, VLLM_GROUPS, serve_page
 from vllm_omni.entrypoints.openai import server_process
+from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.errors import StageStartError
 
 
@@ -173,6 +178,8 @@ def test_the_server_loads_adapters_of_a_vllm_stage(run, server: Server, tiny_qwe
         (["--chat-template", "/nowhere.jinja"], "chat template"),
         (["--max-request-bytes", "9999999999"], "--max-total-request-bytes 2147483648 is less than"),
         (["--video-dir", "/nowhere"], "must be an existing directory"),
+        (["--max-media-bytes", "4XB"], "--max-media-bytes: '4XB' is not a number of bytes; write 4096, 512MiB or 4GiB"),
+        (["--max-media-bytes", "0KiB"], "--max-media-bytes: must be at least 1, not 0KiB"),
     ],
 )
 def test_a_wrong_or_unsupported_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:
@@ -218,6 +225,15 @@ def test_a_model_that_does_not_exist(run, server: Server, model: str) -> None:
     assert f"{model!r} is no checkpoint: there is no such folder" in result.err
 
 
+def test_a_mistyped_name_is_reported_before_vllm_is_looked_for(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "require_vllm", lambda: pytest.fail("it looks for vLLM"))
+    result = run("serve", "shpes", "--omni")
+    assert result.code == 1
+    assert result.err.startswith("vllm-omni: error: there is no checkpoint 'shpes'; did you mean 'shapes'?")
+    monkeypatch.undo()
+    assert "did you mean 'shapes'?" in run("config", "show", "shpes").err
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -247,22 +263,82 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch, tiny_qwen3: Path) -> None:
         run("serve", tiny_qwen3)
 
 
-def test_help_has_our_groups(run) -> None:
-    result = run("serve", "--help")
-    assert result.code == 0
-    for group in ("Omni ", "OmniAPI", "OmniLimits", "OmniDiffusion", "Frontend", "vllm serve MODEL --omni"):
-        assert group in result.out
+def test_help_needs_no_vllm(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints in a fraction of a second what the parser takes many to build."""
+    monkeypatch.setattr(cli, "require_vllm", lambda: pytest.fail("it looks for vLLM"))
+    page = run("serve", "--omni", "--help")
+    assert page.code == 0 and page.out == run("serve", "MODEL", "-h").out
+    for kind in ("laptop", "omni", "speech", "images", "videos", "plain text"):
+        assert re.search(rf"^  .*{kind}.* vllm serve \S+ --omni", page.out, re.MULTILINE), kind
+    assert page.out.startswith("usage: vllm serve MODEL --omni [options]") and page.out.endswith(HINT)
+    page = run("config", "show", "--help")
+    assert page.code == 0 and page.out.startswith("usage: vllm-omni config show MODEL [--json]")
+    assert page.out.endswith(HINT) and page.out == run("config", "--help").out
+
+
+def test_help_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from vllm_omni.entrypoints.cli.main import main; sys.argv[1:] = ['serve', '--help']; main();"
+        "print({'vllm', 'torch'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith(f"{HINT}set()\n")
+
+
+def test_help_of_options(run) -> None:
     ours = run("serve", "--help=omni").out
     limits = run("serve", "--help=omnilimits").out
     for flag in ("--max-total-request-bytes", "--video-dir", "--max-stored-videos", "--max-stored-video-bytes"):
         assert flag in limits
     for flag in ("--stage-configs-path", "--init-timeout", "--stage JSON", "(default: 600.0)"):
         assert flag in ours
+    names = re.findall(r"^  (--[a-z-]+)", limits, re.MULTILINE)
+    assert len(names) > 20 and names == sorted(names)
+    for page in (ours, limits, run("serve", "--help=all").out):
+        assert page.endswith(HINT)
 
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
     return OmniServeCommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+
+
+def test_help_names_all_groups(parser: FlexibleArgumentParser) -> None:
+    titles = {group.title for group in parser._action_groups if group._group_actions}
+    assert titles - {"positional arguments", "options"} == {*GROUPS, *VLLM_GROUPS}
+    assert list(VLLM_GROUPS) == sorted(VLLM_GROUPS, key=str.casefold)
+
+
+def test_the_examples_of_help_have_real_flags(parser: FlexibleArgumentParser) -> None:
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    examples = re.findall(r"vllm serve (.*)", serve_page())[1:]
+    assert {flag for line in examples for flag in re.findall(r"--[a-z-]+", line)} <= known
+
+
+def test_each_option_of_ours_is_explained_by_itself(parser: FlexibleArgumentParser) -> None:
+    """Options are sorted, so that none has a neighbour to refer to."""
+    ours = [action for group in parser._action_groups if group.title in GROUPS for action in group._group_actions]
+    assert len(ours) > 70
+    for action in ours:
+        assert action.help, action.dest
+        assert not re.search(r"^(The same|Of )|\b(see )?(above|below)\b|\bsuch (a )?files?\b", action.help), action.help
+
+
+@pytest.mark.parametrize("flag", ["--max-request-bytes", "--shm-threshold-bytes", "--kv-cache-memory-bytes"])
+@pytest.mark.parametrize(("text", "size"), [("900MiB", 900 << 20), ("4096", 4096), ("1g", 10**9)])
+def test_sizes_have_units_in_every_option_of_bytes(
+    run, server: Server, tiny_qwen3: Path, flag: str, text: str, size: int
+) -> None:
+    assert run("serve", tiny_qwen3, flag, text).code == 0
+    name = flag.removeprefix("--").replace("-", "_")
+    assert server.llm_args.get(name, vars(server.args)[name]) == size
+
+
+def test_every_option_of_bytes_reads_sizes_alike(parser: FlexibleArgumentParser) -> None:
+    options = [action for action in parser._actions if action.dest.endswith("_bytes")]
+    assert len(options) > 15
+    for action in options:
+        assert action.type("4GiB") == 4 << 30, action.dest
 
 
 def test_unsupported_flags_exist_in_vllm(parser: FlexibleArgumentParser) -> None:
@@ -313,10 +389,36 @@ def test_a_wrong_voice_map_is_refused_before_anything_starts(
     assert not hasattr(server, "args")
 
 
+def test_keys_come_from_a_file(run, server: Server, tiny_qwen3: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n two \n")
+    assert run("serve", tiny_qwen3, "--api-key", "zero", "--api-key-file", keys).code == 0
+    assert api_keys(server.args) == ["zero", "one", "two"]
+    assert "api_key" not in str(server.llm_args)
+    assert run("serve", tiny_qwen3, "--api-key-file", keys).code == 0
+    assert api_keys(server.args) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read: No such file"), (b" \n", "has no key"), (b"\xff\xfe", "cannot be read: 'utf-8' codec")],
+)
+def test_a_file_without_a_key_opens_no_server(
+    run, server: Server, tiny_qwen3: Path, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content)
+    result = run("serve", tiny_qwen3, "--api-key-file", keys)
+    assert result.code == 2 and f"--api-key-file {keys} {words}" in result.err
+    assert not hasattr(server, "args")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--api-key=secret"], "give --playground-auth NAME:PASSWORD"),
+        ([f"--api-key-file={__file__}"], "give --playground-auth NAME:PASSWORD"),
         (["--playground-auth=ann"], "is not of the form NAME:PASSWORD"),
         (["--uds=/tmp/socket"], "browsers cannot reach --uds"),
     ],

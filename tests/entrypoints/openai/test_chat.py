@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from tests.entrypoints.fake_pipelines import quick_servers, record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
-from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import RequestTimeoutError, StageConfigError
 from vllm_omni.events import CompletedEvent, ErrorEvent
@@ -155,6 +156,21 @@ def test_a_streamed_answer_is_not_kept(showing: AsyncOmniLLM, monkeypatch: pytes
     assert num_tokens[0] < num_tokens[1] == 6, "only the last output was kept"
 
 
+def test_an_answer_has_the_times_of_its_request(showing: AsyncOmniLLM) -> None:
+    flag = "--enable-per-request-metrics"
+    assert chat(showing).json().get("metrics") is None
+    whole = chat(showing, flags=[flag]).json()["metrics"]
+    assert whole["queue_time_ms"] >= 0 and whole["tokens_per_second"] > 0
+    options = {"include_usage": True}
+    lines = chat(showing, flags=[flag], stream=True, stream_options=options).text.split("\n\n")
+    *_, end = [httpx.Response(200, text=line[6:]).json() for line in lines if line.startswith("data: {")]
+    streamed = end["metrics"]
+    assert 0 < streamed["mean_itl_ms"] < streamed["generation_time_ms"]
+    assert streamed["time_to_first_token_ms"] > 0
+    completion = chat(showing, "/v1/completions", [flag], messages=None, prompt="a hen").json()
+    assert completion["metrics"]["tokens_per_second"] > 0
+
+
 def test_a_pipeline_without_final_text_answers_with_the_image(silent: AsyncOmniLLM, showing: AsyncOmniLLM) -> None:
     (choice,) = chat(silent).json()["choices"]
     assert choice["message"]["content"] is None
@@ -189,3 +205,12 @@ def test_malformed_tools_are_refused(tools: list[Any], message: str) -> None:
     fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools, "tool_choice": choice}
     with pytest.raises(ValidationError, match=message):
         OmniChatCompletionRequest.model_validate(fields)
+
+
+def test_vllm_s_handlers_read_the_settings_of_its_renderer() -> None:
+    client = SimpleNamespace(renderer=SimpleNamespace(mm_processor=None), default_sampling_params={})
+    renderer = SimpleNamespace(reasoning_effort_map={"medium": "low"})
+    handler: Any = SimpleNamespace(online_renderer=renderer, engine_client=client)
+    ours: Any = OmniServingChat.from_vllm(handler)
+    ours.set_up(["text"])
+    assert ours.online_renderer.reasoning_effort_map == {"medium": "low"}

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from vllm_omni.entrypoints.openai.chat_deltas import read_deltas
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext
 from vllm_omni.entrypoints.openai.sse import DONE, ErrorLine, Line, comment_line, sse_line
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -32,7 +32,7 @@ def test_a_chat_is_read_until_an_error_and_its_request_ends() -> None:
         def line(delta: dict, **more: object) -> bytes:
             return sse_line({"choices": [{"delta": delta, "finish_reason": None}], **more})
 
-        context = RequestContext(outputs=[Peekable(outputs())], mm_token_counts={"audio": 7})
+        context = RequestContext(outputs=[PrefetchedStream(outputs())], mm_token_counts={"audio": 7})
         await context.started()
         usage = {"total_tokens": 3}
         call = {"index": 0, "id": "call"}

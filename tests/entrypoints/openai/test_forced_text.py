@@ -133,7 +133,11 @@ def test_voices(app: FastAPI) -> None:
     known = send(app, "GET", "/v1/audio/voices").json()
     voices, voice_map = [voice["id"] for voice in known["voices"]], known["voice_map"]
     assert {"ethan", "chelsie", "aiden"} == set(voices)
-    seeded = [None, SHORT | {"seed": 1}, {"seed": 1} if app.state.engine_client.config.stages[2].runs_vllm else None]
+    seeded = [
+        None,
+        SHORT | {"seed": 1},
+        {"seed": 1} if app.state.engine_client.config.stages[2].kind.params == "sampling" else None,
+    ]
     names = (voices[0], None, "alloy", "coral", voices[1], "ash")
     first, default, alloy, coral, second, ash = (
         speak(app, "abc", voice=name, sampling_params_list=seeded).content for name in names

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers to requests that fail."""
 
+import json
 import logging
 import tempfile
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,6 +14,7 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from tests.entrypoints.openai.small_apps import make_app, send
 from tests.small_file_system import small_file_system
+from vllm_omni.entrypoints.openai.chat import OmniServingChat, OmniServingCompletion
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.media_request import RequestModel, SoundUrl
 from vllm_omni.errors import (
@@ -120,6 +123,21 @@ def test_errors_have_one_style() -> None:
         error = answer.json()["error"]
         assert (error["type"], error["param"], error["code"]) == (kind, parameter, answer.status_code), error
         assert "parameter=" not in error["message"]
+
+
+def test_errors_that_vllms_handlers_return_have_that_style() -> None:
+    """In streams, too."""
+    error = VLLMValidationError("no", parameter="a[0]", value="x" * 9999)
+    assert OmniServingChat.create_error_response(error).error.model_dump() == {
+        "message": "no", "type": "BadRequestError", "param": "a[0]", "code": 400,
+    }  # fmt: skip
+    for handler in (OmniServingChat, OmniServingCompletion):
+        line = json.loads(handler.create_streaming_error_response(handler, error))  # type: ignore[arg-type]
+        assert (line["error"]["message"], line["error"]["param"]) == ("no", "a[0]")
+    full = OmniServingChat.create_error_response(to_http_error(PipelineFullError("full", 1.0))).error
+    assert (full.type, full.code) == ("TooManyRequestsError", 429)
+    other = OmniServingChat.create_error_response("no model", "NotFoundError", HTTPStatus.NOT_FOUND, "model").error
+    assert (other.message, other.type, other.param, other.code) == ("no model", "NotFoundError", "model", 404)
 
 
 def test_an_error_is_short_however_long_what_it_quotes() -> None:

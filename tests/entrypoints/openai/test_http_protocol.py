@@ -4,7 +4,8 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -15,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.small_apps import make_app
-from vllm_omni.entrypoints.openai.http_protocol import HeadersTransport, LateLogger, http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import HeadersTransport, LateLogger, _watched, http_protocol
 
 END = b"\r\n\r\n"
 HEADERS = b"HTTP/1.1 200 OK" + END
@@ -91,6 +92,41 @@ def test_a_line_of_the_log_is_written_after_the_iteration(caplog: pytest.LogCapt
 
     asyncio.run(answer())
     assert caplog.messages == ["GET 200"]
+
+
+class WatchedBase:
+    """A protocol of uvicorn's whose client has these bytes to read; its timer is called by hand."""
+
+    client = ("127.0.0.1", 1)
+
+    def __init__(self, server: socket.socket) -> None:
+        self.unread, self.is_closed, self.timers = 5000, False, list[tuple[float, Callable[..., None], int]]()
+        self.transport = SimpleNamespace(
+            get_write_buffer_size=lambda: self.unread,
+            get_extra_info=lambda _: server,
+            abort=lambda: setattr(self, "is_closed", True),
+        )
+        self.loop = SimpleNamespace(call_later=lambda *timer: self.timers.append(timer))
+
+    def pause_writing(self) -> None:
+        pass
+
+    def read(self, num_bytes: int) -> bool:
+        """Whether the connection is closed after the timer of a client that has read so many bytes."""
+        self.unread -= num_bytes
+        delay, check, most = self.timers.pop()
+        assert delay == 10
+        check(most)
+        return self.is_closed
+
+
+@pytest.mark.parametrize(("min_rate", "fewest"), [(0, 1), (100, 1000)])
+def test_a_client_has_to_read_with_a_rate(min_rate: int, fewest: int) -> None:
+    with socket.socket() as server:
+        protocol = _watched(WatchedBase, 10, min_rate)(server)
+        protocol.pause_writing()
+        assert not protocol.read(fewest) and not protocol.read(fewest)
+        assert protocol.read(fewest - 1) and not protocol.timers
 
 
 def test_answers_over_http() -> None:

@@ -215,7 +215,7 @@ def test_one_client_cannot_take_the_bytes_of_all(has_keys: bool) -> None:
 def test_a_body_that_stops_is_refused_and_frees_its_bytes(
     path: str, content_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "BODY_PATIENCE_S", 0.1)
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.1)
     body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
 
     async def stopping() -> AsyncIterator[bytes]:
@@ -233,7 +233,7 @@ def test_a_body_that_stops_is_refused_and_frees_its_bytes(
 
 
 def test_a_slow_body_is_read_if_it_has_the_lowest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_PATIENCE_S", 0.5)
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.5)
 
     async def trickling() -> AsyncIterator[bytes]:
         yield b'{"text": "'

@@ -59,8 +59,8 @@ FILES = {"image": (png, IMAGE_BYTES), "video": (mp4, FRAMES_BYTES), "audio": (fl
 class Requests:
     """Each `read` is by a request of its own, unless it names one."""
 
-    def __init__(self, max_request_bytes: int, max_total_bytes: int) -> None:
-        self.budget = MediaBudget(max_request_bytes, max_total_bytes)
+    def __init__(self, max_request_bytes: int, max_total_bytes: int, max_client_bytes: int | None) -> None:
+        self.budget = MediaBudget(max_request_bytes, max_total_bytes, max_client_bytes)
         self._connector = OmniMediaConnector(
             connection=GuardedHTTPConnection(AddressGuard()), limits=RequestLimits(), budget=self.budget
         )
@@ -76,7 +76,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Requests
     # pytest keeps what is logged: vLLM's error of a missing package, with the frames that hold a sound.
     monkeypatch.setattr(logging.getLogger("vllm.multimodal.media.audio"), "disabled", True)
     token = request_context._current.set(RequestContext())
-    yield lambda of_one=1 << 30, of_all=1 << 30: Requests(of_one, of_all)
+    yield lambda of_one=1 << 30, of_all=1 << 30, of_client=None: Requests(of_one, of_all, of_client)
     request_context._current.reset(token)
 
 
@@ -120,6 +120,26 @@ def test_media_of_all_requests_are_counted_until_they_are_freed(requests: Callab
     part = PARTS[kind](server.read(kind, make()))
     assert server.budget.taken_bytes > 0, "a view holds the memory"
     del part
+    assert server.budget.taken_bytes == 0
+
+
+@pytest.mark.parametrize("of_client", [None, 2 * IMAGE_BYTES])
+def test_a_client_has_half_of_what_all_have(requests: Callable[..., Requests], of_client: int | None) -> None:
+    """Its key; or its address, where there are no keys."""
+    server = requests(of_one=IMAGE_BYTES, of_all=4 * IMAGE_BYTES, of_client=of_client)
+    greedy = [RequestContext(owner=b"a", address=address) for address in ("1.1.1.1", "2.2.2.2")]
+    held = [server.read("image", png(), request) for request in greedy]
+    for request in (RequestContext(owner=b"a"), RequestContext(owner=b"a")):
+        with pytest.raises(PipelineFullError, match="--max-client-decoded-bytes"):
+            server.read("image", png(), request)
+    held += [server.read("image", png(), RequestContext(address="1.1.1.1")) for _ in range(2)]
+    held.pop(0)
+    with pytest.raises(PipelineFullError, match="--max-client-decoded-bytes"):
+        server.read("image", png(), RequestContext(address="1.1.1.1"))
+    held.append(server.read("image", png(), RequestContext(owner=b"a")))
+    with pytest.raises(PipelineFullError, match="--max-total-decoded-bytes"):
+        server.read("image", png(), RequestContext(owner=b"b"))
+    held.clear()
     assert server.budget.taken_bytes == 0
 
 

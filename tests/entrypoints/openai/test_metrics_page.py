@@ -13,8 +13,10 @@ from tests.orchestrator.test_failure import wait_until
 GROUP = "server"
 DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
 STAGES = {"thinker", "talker", "code2wav"}
-SELECTOR = re.compile(r"(vllm(?:_omni)?:\w+)(?:\{([^}]*)\})?")
+SELECTOR = re.compile(r"((?:vllm(?:_omni)?:|process_)\w+)(?:\{([^}]*)\})?")
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
+OF_PROMETHEUS = {"instance"}
+"""Labels that it adds to what it reads."""
 
 
 def read(url: str) -> list[tuple[str, dict[str, str], float]]:
@@ -44,6 +46,16 @@ def test_the_metrics_of_every_engine(omni_server):
     wait_until(lambda: all(value > 0 for value in total(omni_server.url, "vllm:prompt_tokens_total").values()))
 
 
+def test_the_states_and_the_memory_of_the_stages(omni_server):
+    samples = read(omni_server.url)
+    states = {(labels["stage"], labels["state"]) for found, labels, _ in samples if found == "vllm_omni:stage_state"}
+    assert {stage for stage, _ in states} == STAGES and len(states) == 5 * len(STAGES)
+    ready = [labels for found, labels, value in samples if found == "vllm_omni:stage_state" and value == 1]
+    assert [labels["state"] for labels in ready] == ["ready"] * len(STAGES)
+    memory = total(omni_server.url, "vllm_omni:stage_resident_memory_bytes")
+    assert memory.keys() == STAGES and all(50 << 20 < value < 64 << 30 for value in memory.values())
+
+
 def test_the_dashboard_asks_for_what_there_is(omni_server):
     labels_of: dict[str, set[str]] = {}
     for name, labels, _ in read(omni_server.url):
@@ -58,7 +70,7 @@ def test_the_dashboard_asks_for_what_there_is(omni_server):
         shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         assert shown <= grouped, target
         for name, selector in metrics:
-            used = grouped | set(re.findall(r"(\w+)\s*=", selector))
+            used = grouped - OF_PROMETHEUS | set(re.findall(r"(\w+)\s*=", selector))
             assert name in labels_of or _has_no_sample_yet(name), target
             assert used <= labels_of.get(name, used), target
 

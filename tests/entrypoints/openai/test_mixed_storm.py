@@ -42,7 +42,7 @@ def held(llm: AsyncOmniLLM) -> list[tuple[int, int, int]]:
     """Open files, threads and bytes of this process and of those of the stages."""
     assert is_idle(llm)
     gc.collect()
-    stages = [group.process.pid for group in llm._pipeline.orchestrator._supervisor.groups if group.process is not None]
+    stages = [stage.process.pid for stage in llm._pipeline.orchestrator._supervisor.stages if stage.process is not None]
     processes = map(psutil.Process, (os.getpid(), *stages))
     return [(num_files(process), process.num_threads(), process.memory_info().rss) for process in processes]
 

@@ -8,7 +8,7 @@ import pytest
 from fastapi import Request
 
 from tests.entrypoints.openai.small_apps import make_app, send
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, started
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext, started
 
 
 async def numbers(closed: list[str], *, fail: bool = False) -> AsyncGenerator[int, None]:
@@ -54,7 +54,7 @@ def test_a_request_that_fails_at_its_start_aborts_the_others() -> None:
     async def main() -> list[str]:
         closed: list[str] = []
         all_numbers = [numbers(closed), waiting(closed), numbers(closed, fail=True)]
-        context = RequestContext(outputs=[Peekable(each) for each in all_numbers])
+        context = RequestContext(outputs=[PrefetchedStream(each) for each in all_numbers])
         with pytest.raises(ValueError, match="no first number"):
             await context.started()
         return closed
@@ -74,7 +74,7 @@ def test_the_requests_of_one_answer_start_together() -> None:
             await all_have_started.wait()
             yield value
 
-        context = RequestContext(outputs=[Peekable(number(value)) for value in range(3)])
+        context = RequestContext(outputs=[PrefetchedStream(number(value)) for value in range(3)])
         await asyncio.wait_for(context.started(), 10)
         return [value for outputs in context.outputs async for value in outputs]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address of a server: Unix sockets that are used again, and ports that the system chooses."""
+"""The address of a server: Unix sockets that are used again, ports that the system chooses, and what the log has."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.entrypoints.openai.media_apps import server_args
-from vllm_omni.entrypoints.openai.server_process import listening
+from vllm_omni.entrypoints.openai.server_process import listening, pages
 
 
 def bind(path: Path) -> socket.socket:
@@ -72,3 +72,32 @@ def test_the_log_has_the_port_that_the_system_has_chosen(host: str) -> None:
         port = listener.getsockname()[1]
         assert port > 0 and args.port == port
         assert address == f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        (["--port=8001"], "http://localhost:8001"),
+        (["--host=0.0.0.0"], "http://localhost:8000"),
+        (["--host=::"], "http://localhost:8000"),
+        (["--host=10.0.0.0"], "http://10.0.0.0:8000"),
+        (["--host=::1", "--port=9000"], "http://[::1]:9000"),
+        (["--host=example.org", "--ssl-certfile=both.pem"], "https://example.org:8000"),
+        (["--ssl-certfile=cert.pem", "--ssl-keyfile=key.pem"], "https://localhost:8000"),
+        (["--root-path=/omni"], "http://localhost:8000"),
+    ],
+)
+def test_the_addresses_in_the_log(flags: list[str], url: str) -> None:
+    shown = dict(pages(server_args("model", *flags)))
+    assert shown == {"API": f"{url}/v1", "playground": "not served; add --playground", "docs": f"{url}/docs"}
+    assert dict(pages(server_args("model", "--playground", *flags)))["playground"] == f"{url}/playground"
+
+
+def test_only_what_is_served_has_an_address() -> None:
+    assert "docs" not in dict(pages(server_args("model", "--disable-fastapi-docs")))
+    assert not dict(pages(server_args("model", "--uds=socket")))
+
+
+def test_the_address_of_a_certificate_with_its_key() -> None:
+    with listening(server_args("model", "--host=127.0.0.1", "--port=0", "--ssl-certfile=both.pem")) as (address, _):
+        assert address.startswith("https://127.0.0.1:")

@@ -4,12 +4,13 @@
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import Response
+from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.fake_pipelines import is_idle, running
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE, NUM_SAMPLES
@@ -110,4 +111,23 @@ def test_a_client_that_reads_slowly_gets_its_answer() -> None:
             received += len(chunk)
             if time.monotonic() - started < 3:  # Many times as long as a client may read nothing.
                 time.sleep(0.05)
+    assert received > len(BIG)
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_all_the_time_is_not_ended() -> None:
+    """The server's system takes more of the answer only after longer than a client may read nothing."""
+    app = make_app()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for start in range(0, len(BIG), 1 << 16):
+            yield BIG[start : start + (1 << 16)]
+
+    app.get("/big")(lambda: StreamingResponse(pieces()))
+    with over_http(app, http=http_protocol(1, 1_000)) as url, Reader(url, "/big") as reader:
+        started, received = time.monotonic(), 0
+        while chunk := reader.read(1 << 13 if time.monotonic() - started < 6 else 1 << 20):
+            received += len(chunk)
+            if time.monotonic() - started < 6:
+                time.sleep(0.04)
     assert received > len(BIG)

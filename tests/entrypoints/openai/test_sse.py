@@ -13,8 +13,16 @@ from starlette.types import Message
 
 from tests.entrypoints.openai.small_apps import make_app, send
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext
-from vllm_omni.entrypoints.openai.sse import ErrorLine, Line, comment_line, late, sse_line, sse_response, with_error
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext
+from vllm_omni.entrypoints.openai.sse import (
+    ErrorLine,
+    Line,
+    comment_line,
+    defer_headers,
+    sse_line,
+    sse_response,
+    with_error,
+)
 from vllm_omni.errors import RequestTimeoutError
 
 FAILED = {"error": {"message": "it failed", "code": 500}}
@@ -66,8 +74,8 @@ def late_app(outputs: AsyncGenerator[Line, None]) -> FastAPI:
     @app.get("/v1/late")
     async def endpoint(request: Request) -> Response:
         context = RequestContext.of(request)
-        context.outputs.append(Peekable(outputs))
-        return late(StreamingResponse(context.outputs[0]), context)
+        context.outputs.append(PrefetchedStream(outputs))
+        return defer_headers(StreamingResponse(context.outputs[0]), context)
 
     return app
 

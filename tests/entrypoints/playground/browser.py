@@ -62,11 +62,14 @@ AudioNode.prototype.connect = function(node, ...rest) {{
 }};
 document.addEventListener("loadstart", event => {{
   const player = event.target;
-  if (!player.closest("[id$=-player]") || player.isTapped) return;
+  if (!player.closest("[id$=-player]")) return;
+  window.isHeard = false;
+  if (player.isTapped) return;
   player.isTapped = true;
   const context = new AudioContext({{sampleRate: {RATE}}});
   context.createMediaElementSource(player).connect(context.destination);
 }}, true);
+document.addEventListener("ended", event => window.isHeard ||= event.target.closest("[id$=-player]") !== null, true);
 """
 # A microphone that hears what a test says, when it says it: before, and after its last words, not even silence. A page
 # shows that it records before it does.
@@ -195,8 +198,13 @@ def answers(page: Page) -> Locator:
 
 def wait_until_played(page: Page) -> np.ndarray:
     """Waits for the end of the sound that plays; returns all that was played, float32 `[samples]` at `RATE`."""
-    page.wait_for_function("document.querySelector('[id$=-player] audio')?.ended")
+    page.wait_for_function("window.isHeard")
+    page.locator("[id$=-player] audio").wait_for(state="detached")  # It has its place elsewhere.
     return played(page)
+
+
+def wait_until_disabled(button: Locator) -> None:
+    button.page.wait_for_function("button => button.disabled", arg=button.element_handle())
 
 
 def played(page: Page) -> np.ndarray:

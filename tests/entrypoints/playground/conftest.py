@@ -23,7 +23,7 @@ def skip_without_browser() -> None:
     pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
     pytest.importorskip("playwright", reason="needs Playwright (extra `test`)")
     if shutil.which("chromium") is None:
-        pytest.skip("needs Chromium (`make browser`)")
+        pytest.skip("needs Chromium (`make programs`)")
 
 
 @pytest.fixture(scope="module")

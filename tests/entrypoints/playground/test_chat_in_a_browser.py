@@ -56,8 +56,8 @@ def test_asks_by_voice_about_a_picture_and_hears_the_answer(
     page.locator("#chat-box .thumbnail-item").wait_for()
     web.speak(page, web.speech(talking_server.openai(api_key=KEY), web.QUESTION))
     web.send(page)
-    page.locator("#chat-player audio").wait_for()
     heard = web.wait_until_played(page)
+    assert page.locator("#chat .bot audio").count() == 1  # In the chat, and only there.
     answer = web.answers(page).last.inner_text()
     page.context.close()
     assert answer == describe(scene)
@@ -78,23 +78,52 @@ def ask_for_a_long_answer(page: Page) -> None:
 
 def test_stopped_in_the_middle(page: Page, talking_server: RunningServer) -> None:
     before = web.num_aborted(talking_server.url, KEY)
+    stop = page.locator("#chat-stop")
+    assert stop.is_disabled()
     ask_for_a_long_answer(page)
-    page.locator("#chat-stop").click()
+    stop.click()
     page.locator("#chat-player audio").wait_for(state="detached")
+    web.answers(page).get_by_text("Stopped.").wait_for()
+    assert stop.is_disabled()
     web.wait_until_aborted(talking_server.url, before, KEY)
     page.locator("#chat-clear").click()
     web.answers(page).first.wait_for(state="detached")
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
+    web.wait_until_disabled(stop)
+    assert web.answers(page).get_by_text("Stopped.").count() == 0
 
 
 def test_a_message_ends_the_answer_before(page: Page, talking_server: RunningServer) -> None:
     before = web.num_aborted(talking_server.url, KEY)
     ask_for_a_long_answer(page)
     web.send(page, "Say: a red circle")
-    web.answers(page).nth(1).wait_for()
+    web.answers(page).get_by_text("Stopped.").wait_for()
+    web.answers(page).get_by_text("A red circle.", exact=True).nth(1).wait_for()
+    assert web.answers(page).get_by_text("Stopped.").count() == 1
     web.wait_until_aborted(talking_server.url, before, KEY)
     assert web.wait_until_played(page).any()
+    web.wait_until_disabled(page.locator("#chat-stop"))
+
+
+def test_an_example_is_asked_at_a_click(page: Page) -> None:
+    page.get_by_role("button", name="What is in the picture?").click()
+    web.answers(page).get_by_text("A red circle is left of a blue square.", exact=True).wait_for()
+
+
+def test_a_refused_picture_keeps_its_message(page: Page, tmp_path: Path) -> None:
+    for name, reason in (("notes.pdf", "does not read files of this kind"), ("broken.png", "The server answered 400")):
+        (tmp_path / name).write_bytes(b"no picture")
+        page.locator("#chat-box input[type=file]").set_input_files(tmp_path / name)
+        page.locator("#chat-box .thumbnail-item").wait_for()
+        for _ in range(2):  # The second time as it was given back.
+            web.send(page, "what is in the picture")
+            page.get_by_text(reason).first.wait_for()
+            assert page.locator("#chat-box .thumbnail-item").count() == 1
+            assert page.locator("#chat-box textarea").input_value() == "what is in the picture"
+        page.get_by_label("Remove file").click()
+    web.send(page, "Say: a red circle")
+    web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
 
 
 def test_two_tabs_at_once(browser: Browser, page: Page, talking_server: RunningServer) -> None:
@@ -160,9 +189,21 @@ def test_the_stages_at_work_and_one_request(page: Page) -> None:
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
     page.get_by_role("tab", name="Stages").click()
     timeline = page.locator("#stages-timeline")
-    timeline.locator("svg").wait_for()
+    timeline.locator(".track i").first.wait_for()
     assert [name in timeline.inner_text() for name in ("thinker", "talker", "code2wav")] == [True] * 3
-    assert page.locator("#stages-table").get_by_text("ready").count() >= 3
+    assert page.locator("#stages-cards").get_by_text("ready").count() == 3
+
+
+def test_the_timeline_moves_while_a_request_runs(page: Page) -> None:
+    ask_for_a_long_answer(page)
+    page.get_by_role("tab", name="Stages").click()
+    talker = page.locator("#stages-timeline .row", has_text="talker").locator("span").last
+    talker.wait_for()
+    seen = talker.inner_text()
+    page.wait_for_function("([bar, seen]) => bar.innerText !== seen", arg=[talker.element_handle(), seen])
+    page.get_by_role("tab", name="Chat").click()
+    page.locator("#chat-stop").click()
+    web.answers(page).get_by_text("Stopped.").wait_for()
 
 
 def test_on_a_phone(browser: Browser, talking_server: RunningServer) -> None:
@@ -182,10 +223,31 @@ def test_reads_a_text_aloud(page: Page) -> None:
     page.get_by_role("tab", name="Speech").click()
     web.fill_new(page.locator("#speech-text textarea"), "a red circle")
     page.locator("#speech-speak").click()
-    page.locator("#speech-player audio").wait_for()
     heard = Recognizer().words(web.wait_until_played(page), web.RATE)
     assert count_understood(["red", "circle"], heard) == 2
+    assert int.from_bytes(saved_speech(page)[:2]) >= 0xFFE0  # The first frame of MP3.
+
+
+def saved_speech(page: Page) -> bytes:
+    """The file of the tab, as a visitor downloads it."""
+    with page.expect_download() as download:
+        page.locator("#speech-file").get_by_label("Download").click()
+    return Path(download.value.path()).read_bytes()
+
+
+@pytest.mark.parametrize(("name", "begins"), [("wav", b"RIFF"), ("flac", b"fLaC"), ("opus", b"OggS")])
+def test_speech_has_the_format_that_was_chosen(page: Page, name: str, begins: bytes) -> None:
+    page.get_by_role("tab", name="Speech").click()
+    web.fill_new(page.locator("#speech-text textarea"), "a red circle")
+    page.get_by_label("Format").click()
+    page.get_by_role("option", name=name).click()
+    page.locator("#speech-speak").click()
+    assert web.wait_until_played(page).any()
+    assert saved_speech(page).startswith(begins)
+    assert page.locator("#speech-stop").is_disabled()
 
 
 def test_offers_what_the_model_does(page: Page) -> None:
     assert web.tabs(page) == ["Chat", "Realtime", "Speech", "Stages"]
+    assert page.locator("#heading h1").inner_text() == "shapes"
+    assert page.locator("link[rel=icon]").get_attribute("href").startswith("data:image/svg+xml")  # type: ignore[union-attr]

@@ -4,6 +4,8 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import openai
@@ -11,13 +13,30 @@ import pytest
 
 gr = pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
 
-from vllm_omni.entrypoints.playground.chat_tab import ChatTab, Conversation  # noqa: E402
+from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
+    STOPPED,
+    ChatAnswer,
+    ChatState,
+    ChatTab,
+    _show_heard,
+    _stop,
+)
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
-from vllm_omni.entrypoints.playground.live_sound import LiveSounds  # noqa: E402
-from vllm_omni.entrypoints.playground.page import make_page, read_auth  # noqa: E402
+from vllm_omni.entrypoints.playground.examples import questions  # noqa: E402
+from vllm_omni.entrypoints.playground.live_sound import MEDIA_TYPES, LiveSounds  # noqa: E402
+from vllm_omni.entrypoints.playground.page import heading, make_page, read_auth  # noqa: E402
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay  # noqa: E402
 from vllm_omni.entrypoints.playground.sampling import SamplingFields  # noqa: E402
-from vllm_omni.entrypoints.playground.stages_tab import HEADERS, Snapshot, read_stages, table_row, timeline_of  # noqa: E402
+from vllm_omni.entrypoints.playground.stages_tab import (  # noqa: E402
+    Snapshot,
+    cards_of,
+    duration,
+    figures,
+    load,
+    read_stages,
+    timeline_of,
+    times_so_far,
+)
 from vllm_omni.errors import UsageError  # noqa: E402
 
 THINKER = Stage("thinker", "AR", "text", {"temperature": 0.5, "max_tokens": 128})
@@ -61,9 +80,87 @@ def test_has_a_tab_for_each_thing_that_the_model_does(description: Description, 
     assert [part["props"]["label"] for part in components(description) if part["type"] == "tabitem"] == tabs
 
 
-def test_takes_the_files_that_the_model_reads() -> None:
+def test_the_heading_says_what_the_model_does() -> None:
+    text = heading(replace(OMNI, model="a<b>"))
+    assert "<h1>a&lt;b&gt;</h1>" in text and "Reads text, images, audio. Makes text, audio." in text
+    assert "Stages: thinker (AR) · talker (AR) · vocoder (generation)" in text
+    assert "Stage: painter (DiT)" in heading(IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "num_pictures", "last"),
+    [
+        (["text", "image", "audio"], ["text", "audio"], 2, "Say: a red circle."),
+        (["text", "image"], ["text", "image"], 2, "Draw a red circle left of a blue square."),
+        (["text", "audio"], ["text", "audio"], 0, "Count from one to ten."),
+        (["text"], ["text"], 0, "Tell me a very short story."),
+    ],
+)
+def test_a_chat_has_three_examples_of_what_the_model_can(
+    inputs: list[str], outputs: list[str], num_pictures: int, last: str, tmp_path: Path
+) -> None:
+    examples = questions(replace(OMNI, inputs=inputs, outputs=outputs), str(tmp_path))
+    assert len(examples) == 3 and examples[-1]["text"] == last
+    assert sum(len(example["files"]) for example in examples) == num_pictures
+
+
+def test_stop_is_disabled_where_nothing_runs() -> None:
+    for description, number in ((OMNI, 3), (IMAGES, 1)):
+        stops = [part["props"] for part in components(description) if part["props"].get("value") in ("Stop", "Hang up")]
+        assert [stop["interactive"] for stop in stops] == [False] * number
+
+
+def delta(text: str | None = None, sound: str | None = None) -> SimpleNamespace:
+    audio = SimpleNamespace(data=sound, transcript=None) if sound else None
+    return SimpleNamespace(content=text, audio=audio)
+
+
+def test_a_stopped_answer_is_marked_and_the_model_does_not_read_the_mark(tmp_path: Path) -> None:
+    conversation = ChatState()
+    conversation.ask("Why?", [])
+    answer = conversation.answer = ChatAnswer(conversation, LiveSounds(), str(tmp_path))
+    was_answering = conversation.is_answering
+    answer.add(delta("Because", "AAAA"))
+    heard = _stop(conversation)
+    assert (was_answering, conversation.is_answering) == (True, False) and heard == (conversation.shown, "")
+    assert conversation.messages[-1] == {"role": "assistant", "content": "Because"}
+    _, text, mark, sound = (entry["content"] for entry in conversation.shown)
+    assert (text, mark) == ("Because", STOPPED) and Path(sound["path"]).read_bytes() == bytes(3)
+    answer.stop()
+    _stop(conversation)
+    assert len(conversation.shown) == 4
+    conversation.ask("And then?", [])
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user"]
+
+
+def test_a_complete_answer_is_not_marked_and_its_sound_has_one_place(tmp_path: Path) -> None:
+    conversation = ChatState()
+    conversation.ask("Why?", [])
+    answer = conversation.answer = ChatAnswer(conversation, LiveSounds(), str(tmp_path))
+    answer.add(delta("Because.", "AAAA"))
+    assert _show_heard(conversation)[0] is not conversation.shown  # It still arrives.
+    answer.finish()
+    assert [entry["content"] for entry in conversation.shown] == ["Why?", "Because."]  # The player has the sound.
+    for _ in range(2):
+        assert _show_heard(conversation) == (conversation.shown, "")
+        assert len(conversation.shown) == 3
+
+
+def test_a_file_that_the_model_does_not_read_is_refused_with_its_message(tmp_path: Path) -> None:
     (box,) = [part["props"] for part in components(OMNI) if part["type"] == "multimodaltextbox"]
-    assert box["file_types"] == ["image", "audio"] and box["sources"] == ["upload", "microphone"]
+    assert "file_types" not in box and box["sources"] == ["upload", "microphone"]
+    with gr.Blocks():
+        tab = ChatTab(SERVER, OMNI, LiveSounds())
+    conversation = ChatState()
+
+    async def send(file: str) -> None:
+        message = {"text": "What is it?", "files": [str(tmp_path / file)]}
+        async for _ in tab._respond(message, conversation, ["text"], "ada", "", False, *[""] * 12):
+            pass
+
+    with pytest.raises(gr.Error, match=r"does not read files of this kind: notes\.pdf"):
+        asyncio.run(send("notes.pdf"))
+    assert not conversation.messages and not conversation.shown and not conversation.is_answering
 
 
 def test_nothing_of_the_key_is_in_the_page() -> None:
@@ -88,7 +185,7 @@ def test_sends_only_the_sampling_that_was_changed() -> None:
 def test_a_chat_asks_for_the_outputs_and_the_voice_that_were_chosen() -> None:
     with gr.Blocks():
         tab = ChatTab(SERVER, OMNI, LiveSounds())
-    conversation = Conversation()
+    conversation = ChatState()
     conversation.ask("Why?", [])
     spoken = tab._request(conversation, ["text", "audio"], "ben", "Be kind.", False, None)
     assert spoken["modalities"] == ["text", "audio"] and spoken["audio"] == {"format": "mp3", "voice": "ben"}
@@ -144,6 +241,7 @@ def test_a_sound_is_read_while_it_grows_and_again_from_the_start() -> None:
         sound.finish()
         assert [piece async for piece in reading] == []
         assert [piece async for piece in sound.read()] == [b"onetwo"] and sound.data == b"onetwo"
+        assert {sounds.start(name).format for name in MEDIA_TYPES} == set(MEDIA_TYPES)
 
     asyncio.run(main())
 
@@ -168,23 +266,53 @@ def test_reads_the_metrics_of_stages_and_replicas() -> None:
     }
 
 
-def test_rates_are_those_since_the_last_look() -> None:
-    names = (
-        "num_requests_waiting", "num_requests_running", "stage_completed_total", "stage_steps_total",
-        "stage_step_seconds_total", "stage_scheduled_total", "kv_blocks_used", "kv_blocks",
-    )  # fmt: skip
-    before = Snapshot(10.0, {"talker": dict.fromkeys(names, 0.0) | {"stage_steps_total": 100.0}})
-    values = dict(zip(names, (1.0, 2.0, 4.0, 140.0, 0.2, 80.0, 3.0, 16.0), strict=True))
-    row = table_row("talker", "ready", Snapshot(12.0, {"talker": values}), before)
-    assert dict(zip(HEADERS, row, strict=True)) == {
-        "stage": "talker", "state": "ready", "waiting": 1, "running": 2, "requests/s": 2.0, "steps/s": 20.0,
-        "ms/step": 5.0, "batch": 2.0, "KV blocks": "3 of 16",
+NAMES = (
+    "num_requests_waiting", "num_requests_running", "stage_completed_total", "stage_steps_total",
+    "stage_step_seconds_total", "stage_scheduled_total", "kv_blocks_used", "kv_blocks",
+)  # fmt: skip
+
+
+def snapshot(time: float, *values: float, stage: str = "talker") -> Snapshot:
+    return Snapshot(time, {stage: dict(zip(NAMES, values, strict=True))})
+
+
+def test_rates_are_those_since_a_snapshot_before() -> None:
+    before = snapshot(10.0, 0, 0, 0, 100, 0, 0, 0, 0)
+    now = snapshot(12.0, 1, 2, 4, 140, 0.2, 80, 3, 16)
+    assert figures("talker", now, before) == {
+        "running": "2", "waiting": "1", "requests/s": "2.0", "steps/s": "20.0", "step": "5.0 ms", "batch": "2.0",
+        "KV blocks": "3 of 16",
     }  # fmt: skip
-    restarted = table_row("talker", "ready", Snapshot(13.0, before.stages), Snapshot(12.0, {"talker": values}))
-    assert restarted[HEADERS.index("steps/s")] == 0
+    restarted = figures("talker", replace(before, time=13.0), now)
+    assert (restarted["steps/s"], restarted["step"]) == ("0.0", "-") and "KV blocks" not in restarted
+    assert figures("thinker", now, before) == {}
 
 
-def test_a_timeline_has_a_bar_for_each_stage() -> None:
+def test_a_duration_has_the_unit_that_fits() -> None:
+    assert [duration(seconds) for seconds in (0.0042, 0.31, 1.6169)] == ["4.2 ms", "310 ms", "1.62 s"]
+
+
+def test_the_load_is_the_time_in_steps_and_a_long_step_counts() -> None:
+    idle, running = snapshot(0.0, *[0] * 8), snapshot(2.0, 0, 1, 0, 0, 0, 0, 0, 0)
+    stepped = snapshot(4.0, 0, 0, 0, 4, 1.0, 0, 0, 0)
+    assert load("talker", running, idle) == 1 and load("talker", idle, idle) == 0
+    assert load("talker", stepped, running) == 0.5 and load("thinker", stepped, running) == 0
+    cards = cards_of({"talker": "ready", "<a>": "starting"}, [idle, running, stepped])
+    assert cards.count('class="card"') == 2 and "&lt;a&gt;" in cards and 'data-status="starting"' in cards
+    assert 'points="26.00,1 26.00,0.00 28.00,0.00 28.00,0.50 30.00,0.50 30,1"' in cards
+
+
+def test_a_timeline_has_bars_durations_and_an_axis() -> None:
     stage = {"name": "<a>", "arrival": 0.0, "started": 0.5, "first_output": None, "finished": 2.0}
-    picture = timeline_of([stage, {**stage, "name": "b", "first_output": 1.0}])
-    assert picture.count("<rect") == 6 and "&lt;a&gt;" in picture and "working: 1.000 s" in picture
+    picture = timeline_of([stage, {**stage, "name": "b", "arrival": 0.25, "first_output": 1.0}])
+    assert picture.count('<i style="left') == 6 and "&lt;a&gt;" in picture and "working: 1.00 s" in picture
+    assert "<span>2.00 s</span>" in picture and "<span>1.75 s</span>" in picture
+    assert [f'left: {25 * index}.0%">{index / 2:g} s<' in picture for index in range(5)] == [True] * 5
+
+
+def test_a_running_request_is_seen_in_the_stages_that_work() -> None:
+    history = [snapshot(time, 0, busy, *[0] * 6) for time, busy in ((8, 1), (10, 0), (11, 1), (12, 1), (13, 0))]
+    (seen,) = times_so_far(history, since=9.0)
+    assert seen == {"name": "talker", "arrival": 2, "started": 2, "first_output": 2, "finished": 3}
+    assert timeline_of(times_so_far(history, since=9.0)).count("working: 1.00 s") == 1
+    assert "started" in timeline_of(times_so_far(history, since=14.0))

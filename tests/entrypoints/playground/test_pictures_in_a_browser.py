@@ -63,8 +63,12 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
     with web.playground(server.url, tmp_path / "page.txt") as url:
         page = web.open_page(browser, url)
         assert web.tabs(page) == ["Images", "Stages"]
-        paint(page)
+        assert page.locator("#images-stop").is_disabled()
+        page.get_by_role("button", name=SENTENCE).click()  # An example.
+        page.wait_for_function("text => document.querySelector('#images-prompt textarea').value === text", arg=SENTENCE)
+        page.locator("#images-generate").click()
         assert agrees(find_shapes(painting(page)), SENTENCE)
+        web.wait_until_disabled(page.locator("#images-stop"))
 
         page.get_by_role("button", name="Settings").click()
         steps = page.get_by_label("num_inference_steps")
@@ -75,6 +79,7 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         page.locator("#images-state").get_by_text("A preview").wait_for()
         page.locator("#images-stop").click()
         page.locator("#images-state").get_by_text("Stopped").wait_for()
+        assert page.locator("#images-stop").is_disabled()
         web.wait_until_aborted(server.url, before)
 
         paint(page)

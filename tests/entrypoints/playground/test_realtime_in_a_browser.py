@@ -57,20 +57,44 @@ def lines(page: Page, kind: str) -> Locator:
     return page.locator(f"#realtime-call .{kind}")
 
 
+RECORD_STATES = """() => {
+  const state = document.querySelector("#realtime-call .state"), level = document.querySelector(".level span");
+  window.states = [state.innerText];
+  window.levels = {};
+  const see = () => {
+    if (window.states.at(-1) !== state.innerText) window.states.push(state.innerText);
+    const width = parseFloat(level.style.width) || 0;
+    window.levels[state.innerText] = Math.max(window.levels[state.innerText] ?? 0, width);
+  };
+  new MutationObserver(see).observe(state, {childList: true});
+  new MutationObserver(see).observe(level, {attributes: true});
+}"""
+"""The states of a call, in order, and the highest level in each."""
+
+
 def test_asks_by_voice_and_hears_the_answer(page: Page, talking_server: RunningServer, tmp_path: Path) -> None:
     scene = web.draw_scene(tmp_path / "picture.png")
     web.attach_to_call(page, tmp_path / "picture.png")
+    talk, stop = page.locator("#realtime-talk"), page.locator("#realtime-stop")
+    assert stop.is_disabled()
     call(page)
+    assert talk.is_disabled()
     question = web.speech(talking_server.openai(api_key=KEY), web.QUESTION).tolist()
+    page.evaluate(RECORD_STATES)
     page.evaluate("samples => window.say(samples)", question)
     state(page, "Speaking").wait_for()
     state(page, "Listening").wait_for()
-    page.locator("#realtime-stop").click()
+    stop.click()
     state(page, "Ended").wait_for()
+    web.wait_until_disabled(stop)
+    assert talk.is_enabled()
+    assert page.evaluate("window.states") == ["Listening", "Thinking", "Speaking", "Listening", "Ended"]
+    assert page.evaluate("window.levels.Listening > 0 && window.levels.Speaking > 0")
+    assert page.locator("#realtime-call .delay").inner_text().startswith("first sound after ")
     heard = web.played(page)
     assert lines(page, "assistant").all_inner_texts() == [describe(scene)]
     picture, text = lines(page, "user").all_inner_texts()
-    assert picture == "🖼" and text[-1] == "."  # Not the question: the model was not trained to transcribe it.
+    assert picture == "[picture]" and text[-1] == "."  # Not the question: the model was not trained to transcribe it.
     words = split_words(describe(scene))
     assert count_understood(words, Recognizer().words(heard, web.RATE)) >= 0.75 * len(words)
 
@@ -91,3 +115,19 @@ def test_speaking_stops_the_answer(page: Page, talking_server: RunningServer, tm
     assert whole == split_words(describe(scene))
     assert remembered == whole[: len(remembered)] and len(remembered) < len(whole)
     assert lines(page, "user").count() == 3 and lines(page, "error").count() == 0
+
+
+def test_a_refused_picture_ends_the_call(page: Page, tmp_path: Path) -> None:
+    web.draw_scene(tmp_path / "picture.png")
+    web.attach_to_call(page, tmp_path / "picture.png")
+    page.evaluate(
+        """() => {
+          const start = window.realtime.start;
+          window.realtime.start = (root, fields) => start(root, {...fields, picture: "data:image/png;base64,AAAA"});
+        }"""
+    )
+    page.locator("#realtime-talk").click()
+    state(page, "Ended").wait_for()
+    assert lines(page, "error").count() == 1
+    web.wait_until_disabled(page.locator("#realtime-stop"))
+    assert page.locator("#realtime-talk").is_enabled()

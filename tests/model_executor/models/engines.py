@@ -28,19 +28,6 @@ def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
     return OmniLLMEngine.from_omni_engine_args(args)
 
 
-def start_backbone(model: Path) -> OmniLLMEngine:
-    """The first stage of a text-to-speech model, which samples codes, with so little memory that requests preempt each
-    other."""
-    return start_engine(
-        model,
-        engine_output_type="codes",
-        enable_prompt_embeds=True,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        **TIGHT,
-    )
-
-
 def make_expert_group() -> None:
     """The first engine of a process creates vLLM's groups, without the expert group if it has no experts."""
     if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:

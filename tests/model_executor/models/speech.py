@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every text-to-speech model of two stages is tested for: one that makes frames of codes, and its codec.
+"""What every text-to-speech model is tested for: a stage that makes frames, and the codec of one that makes codes.
 
-A model's test class inherits `SpeechTests`, with the fixture `model`, and `CodecTests`, with the fixture `codec` too.
+A model's test class inherits `SpeechTests`, or `CodeTests` for codes, with the fixture `model`, and `CodecTests`, with
+the fixture `codec`.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.engines import PreemptionCounter, run_engine
+from tests.model_executor.models.engines import TIGHT, PreemptionCounter, run_engine, start_engine
 from tests.model_executor.models.windows import run_stage
-from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.config.loader import load_pipeline_config
+from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.inputs import StageRequest
-from vllm_omni.model_executor.prompt_processor import PromptProcessor
-from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
+from vllm_omni.model_executor.feedback import FedBackRows, FeedbackStrategy
+from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
+from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
 from vllm_omni.outputs import StageOutput, merge_stage_outputs
 from vllm_omni.stage.engines.llm_request import GenerationRequest
 
 SAMPLED = {"temperature": 0.9, "top_k": 50}
+
+
+class Case(Protocol):
+    """A prompt, as callers give it, and what the reference makes of it."""
+
+    @property
+    def prompt(self) -> dict[str, Any]: ...
+
+    @property
+    def num_frames(self) -> int: ...
+
+    def check(self, output: Any) -> None:
+        """The engine's output for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,15 @@ class SpeechCase:
     audio_step: int = 1
     ref_codes: torch.Tensor | None = None
 
+    @property
+    def num_frames(self) -> int:
+        return len(self.codes)
+
+    def check(self, output: Any) -> None:
+        assert torch.equal(codes_of(output), self.codes)
+        if self.ref_codes is not None:
+            assert torch.equal(output.multimodal_output["ref_codes"], self.ref_codes)
+
 
 @dataclass(frozen=True)
 class SpeechModel:
@@ -56,7 +85,7 @@ class SpeechModel:
 
     engine: OmniLLMEngine
     prompt_processor: PromptProcessor
-    cases: dict[str, SpeechCase]
+    cases: Mapping[str, Case]
     greedy: dict[str, Any]
     num_fixed: int = 0
 
@@ -80,13 +109,9 @@ class SpeechModel:
         return {name: case.prompt for name, case in self.cases.items()}
 
     def check(self, outputs: dict[str, Any]) -> None:
-        """The codes of those outputs that are of a case."""
-        for name, output in outputs.items():
-            if name in self.cases:
-                case = self.cases[name]
-                assert torch.equal(codes_of(output), case.codes), name
-                if case.ref_codes is not None:
-                    assert torch.equal(output.multimodal_output["ref_codes"], case.ref_codes), name
+        """Those outputs that are of a case."""
+        for name in outputs.keys() & self.cases.keys():
+            self.cases[name].check(outputs[name])
 
     @property
     def runner(self) -> Any:
@@ -98,14 +123,62 @@ class SpeechCodec:
     """
     Attributes:
         engine: Of the second stage.
+        cases: What it decodes.
         tolerance: Of samples.
         num_held: Frames that wait for those after them.
     """
 
     engine: OmniLLMEngine
     input_processor: StageInputProcessor
+    cases: dict[str, SpeechCase]
     tolerance: float = 1e-4
     num_held: int = 0
+
+
+def stage_of(model: str, stage_id: int) -> OmniStageConfig:
+    """As the model's shipped configuration has it."""
+    return load_pipeline_config(stage_configs_dir() / f"{model}.yaml").stages[stage_id]
+
+
+def load_prompts(model: str, checkpoint: Path) -> PromptProcessor:
+    processor = load_prompt_processor(stage_of(model, 0), str(checkpoint))
+    assert processor is not None
+    return processor
+
+
+def check_refused(processor: PromptProcessor, information: dict[str, Any], field: str) -> None:
+    """A wrong field is named. What the messages say else is tested with the prompt processors."""
+    with pytest.raises((ValueError, TypeError), match=re.escape(field)):
+        processor({"prompt": "hello", "additional_information": information})
+
+
+@contextmanager
+def start_speaker(checkpoint: Path, **engine_args: Any) -> Iterator[OmniLLMEngine]:
+    """The first stage, with so little memory that requests preempt each other."""
+    defaults = {
+        "engine_output_type": "codes",
+        "enable_prompt_embeds": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        **TIGHT,
+    }
+    engine = start_engine(checkpoint, **defaults | engine_args)
+    yield engine
+    engine.close()
+
+
+@contextmanager
+def start_codec(model: str, folder: Path, cases: dict[str, SpeechCase], num_held: int = 0) -> Iterator[SpeechCodec]:
+    """The second stage."""
+    stage = stage_of(model, 1)
+    arguments = {
+        name: stage.engine_args[name] for name in ("model_arch", "hf_config_name") if name in stage.engine_args
+    }
+    engine = start_engine(folder, engine_type="generation", engine_output_type="audio", max_model_len=512, **arguments)
+    processor = load_stage_input_processor(stage, str(folder))
+    assert processor is not None
+    yield SpeechCodec(engine, processor, cases, num_held=num_held)
+    engine.close()
 
 
 def codes_of(output: Any) -> torch.Tensor:
@@ -118,7 +191,7 @@ class SpeechTests:
     def test_requests_alone(self, model: SpeechModel) -> None:
         for name, prompt in model.prompts.items():
             model.check(model.run({name: prompt}))
-        lengths = {len(case.codes) for case in model.cases.values()}
+        lengths = {case.num_frames for case in model.cases.values()}
         assert len(lengths) > 2, "speech of different lengths, of which some has ended by itself"
 
     def test_all_at_once_with_chunks_and_preemptions(self, model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +214,14 @@ class SpeechTests:
         model.engine.engine_core.get_output()  # what has ended is dropped with the next step
         runner = model.runner
         assert (len(runner.slots), runner.omni_info, runner.open_inputs, runner.requests) == (0, {}, set(), {})
+        assert runner.slots.lowest_free == 0 and runner.strategy._prompts == {}
 
+
+class CodeTests(SpeechTests):
     def test_a_seed_fixes_every_code_whatever_else_runs(
         self, model: SpeechModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        name = max(model.cases, key=lambda name: len(model.cases[name].codes))
+        name = max(model.cases, key=lambda name: model.cases[name].num_frames)
         prompt = model.cases[name].prompt
         alone = codes_of(model.run({"alone": prompt}, seed=7, **SAMPLED)["alone"])
         preemptions = PreemptionCounter(model.engine, monkeypatch)
@@ -170,20 +246,39 @@ class SpeechTests:
 
 class CodecTests:
     @pytest.mark.parametrize("window", [7, -1, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 25))])
-    def test_the_waveform_is_that_of_one_decode_for_any_windows(
-        self, window: int, model: SpeechModel, codec: SpeechCodec
-    ) -> None:
-        pieces = {name: list(one_by_one(name, case)) for name, case in model.cases.items()}
+    def test_the_waveform_is_that_of_one_decode_for_any_windows(self, window: int, codec: SpeechCodec) -> None:
+        pieces = {name: list(one_by_one(name, case)) for name, case in codec.cases.items()}
         params = SamplingParams(max_tokens=1, detokenize=False)
-        requests = {name: StageRequest(request_id=name, sampling_params=params) for name in model.cases}
+        requests = {name: StageRequest(request_id=name, sampling_params=params) for name in codec.cases}
         sizes = WindowConfig(window_size=window, first_window_size=window, unit="codes")
         waves = run_stage(codec.engine, GenerationRequest, codec.input_processor, requests, pieces, sizes, seed=window)
-        for name, case in model.cases.items():
+        for name, case in codec.cases.items():
             wave = merge_stage_outputs(waves[name]).tensors["audio"]
             torch.testing.assert_close(wave[:: case.audio_step], case.audio, rtol=0, atol=codec.tolerance)
             if window > 0:
                 num_windows = (len(case.codes) - 1 - codec.num_held) // window
                 assert len(waves[name]) >= num_windows, "sound comes as soon as there is some"
+
+
+@torch.no_grad()
+def speak_frames(
+    strategy: FeedbackStrategy,
+    hidden_size: int,
+    device: torch.device,
+    num_frames: int = 3,
+    tokens: Sequence[int] = (4, 0),
+) -> list[torch.Tensor]:
+    """What slots 1 and 0 are fed back after these tokens, and what they emit, frame by frame; then 0 ends."""
+    slots = torch.tensor([1, 0], device=device)
+    made = []
+    for frame in range(num_frames):
+        strategy.save_hidden_states(slots, torch.randn(2, hidden_size).to(device))
+        rows = FedBackRows(torch.tensor(tokens, device=device), slots, torch.full((2,), frame, device=device))
+        for fed_back in (strategy.feed_back(rows), strategy.replay(rows)):
+            made += [fed_back.embeds, *fed_back.outputs.values()]
+            made += [] if fed_back.is_last is None else [fed_back.is_last]
+    strategy.end(0)
+    return made
 
 
 @torch.no_grad()
@@ -218,6 +313,7 @@ def one_by_one(name: str, case: SpeechCase) -> Iterator[StageOutput]:
     """What the first stage emits, frame by frame."""
     if case.ref_codes is not None:
         yield StageOutput(request_id=name, stage_id=0, tensors={"ref_codes": case.ref_codes}, is_last=False)
-    for index, frame in enumerate(case.codes.split(1)):
-        is_last = index == len(case.codes) - 1
+    frames = case.codes.split(1)  # of no codes: one without any
+    for index, frame in enumerate(frames):
+        is_last = index == len(frames) - 1
         yield StageOutput(request_id=name, stage_id=0, tensors={"codes": frame}, is_last=is_last)

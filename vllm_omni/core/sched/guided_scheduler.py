@@ -82,9 +82,9 @@ class GuidedScheduler(OmniSchedulerMixin):
             self._unpair(request.request_id)
         return [request for request in finished if not _is_twin(request)]
 
-    def quarantine(self, req_id: str, num_tokens: int) -> None:
+    def isolate(self, req_id: str, num_tokens: int) -> None:
         for each in self._with_twins([req_id]):
-            super().quarantine(each, num_tokens)
+            super().isolate(each, num_tokens)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)

@@ -123,10 +123,10 @@ class OmniARScheduler(GuidedScheduler):
 
     # Rows of tokens that were found in the prefix cache.
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> Any:
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Finds cached blocks, without those whose rows would be missing."""
         if self._row_cache is None or not _needs_rows(request):
-            return super()._get_local_prefix_cache_hit(request)
+            return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         hashes = request.block_hashes
         # What the runner has of a preempted request begins with the token after those that were found.
         num_blocks = self._row_cache.count(hashes)
@@ -134,7 +134,7 @@ class OmniARScheduler(GuidedScheduler):
             num_blocks = cast(OmniRequest, request).rows.num_found // self._row_cache.block_size
         request.block_hashes = hashes[:num_blocks]
         try:
-            return super()._get_local_prefix_cache_hit(request)
+            return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         finally:
             request.block_hashes = hashes
 

@@ -33,7 +33,7 @@ class OmniSchedulerMixin(Scheduler):
         super().__init__(*args, **kwargs)
         self.on_scheduled: Callable[[StepRecord], None] = lambda step: None
         """Called with each step that was scheduled, before it is computed."""
-        self._quarantined: dict[str, OmniRequest] = {}
+        self._isolated: dict[str, OmniRequest] = {}
         self._alone: OmniRequest | None = None
 
     def omni_request(self, req_id: str) -> OmniRequest:
@@ -94,7 +94,7 @@ class OmniSchedulerMixin(Scheduler):
         return outputs
 
     def _structured_requests(self, output: SchedulerOutput) -> dict[str, StructuredOutputRequest]:
-        """Those of the requests of a step, and of those that have failed to start, which have a grammar."""
+        """The requests with a grammar, of a step and of those that have failed to start."""
         if not (output.has_structured_output_requests or self.grammar_compile_error_reqs):
             return {}
         constraints = {
@@ -152,37 +152,37 @@ class OmniSchedulerMixin(Scheduler):
         """Whether a step would do anything: compute something, or report ended requests to the workers."""
         return self.has_finished_requests() or not all(map(_cannot_run, self.requests.values()))
 
-    def quarantine(self, req_id: str, num_tokens: int) -> None:
+    def isolate(self, req_id: str, num_tokens: int) -> None:
         """Computes a request in steps of its own, every other step, until it has computed this many tokens.
 
         For requests of a step that raised: the one that raises again, alone, is the cause.
         """
         request = self.omni_request(req_id)
         request.alone_until = max(request.alone_until, num_tokens)
-        self._quarantined[req_id] = request
+        self._isolated[req_id] = request
 
     def _next_alone(self) -> OmniRequest | None:
-        """The quarantined request that this step computes, if any."""
-        if not self._quarantined:
+        """The isolated request that this step computes, if any."""
+        if not self._isolated:
             return None
-        self._quarantined = {
+        self._isolated = {
             req_id: request
-            for req_id, request in self._quarantined.items()
-            if self.requests.get(req_id) is request and request.is_quarantined
+            for req_id, request in self._isolated.items()
+            if self.requests.get(req_id) is request and request.is_isolated
         }
         others_wait = self._alone is not None and any(
-            not (_is_starved(request) or request.request_id in self._quarantined) for request in self.requests.values()
+            not (_is_starved(request) or request.request_id in self._isolated) for request in self.requests.values()
         )
         if others_wait:
             return None
-        return next((request for request in self._quarantined.values() if not request.is_starved), None)
+        return next((request for request in self._isolated.values() if not request.is_starved), None)
 
     def _is_held(self, request: Request) -> bool:
         if _is_starved(request):
             return True
         if self._alone is not None:
             return request is not self._alone
-        return request.request_id in self._quarantined
+        return request.request_id in self._isolated
 
     def _order_requests(self) -> None:
         """Called before vLLM's scheduling: it takes running requests, then waiting ones, in the order of the lists."""

@@ -90,7 +90,7 @@ class OmniRequest(Request):
         reads_rows: The model reads rows instead of tokens, which identify its prompt in the prefix cache.
         ends_here: The model ends it with the output that is being processed.
         rows: What it has of the emitted ones, where these are cached; from its first step on.
-        alone_until: Tokens to compute in steps of its own before it can share one; see `OmniSchedulerMixin.quarantine`.
+        alone_until: Tokens to compute in steps of its own before it can share one; see `OmniSchedulerMixin.isolate`.
         window: Of a one-step stage; None: the request is whole.
         pair: Of both sequences of a request with guidance; see `GuidedScheduler`.
         twin: The other one of the two, until they end.
@@ -159,7 +159,7 @@ class OmniRequest(Request):
         return self.num_ready_tokens is not None and num_tokens > self.num_ready_tokens
 
     @property
-    def is_quarantined(self) -> bool:
+    def is_isolated(self) -> bool:
         return self.num_computed_tokens < self.alone_until
 
     def add_chunk(self, information: AdditionalInformationPayload | None, is_last: bool) -> None:

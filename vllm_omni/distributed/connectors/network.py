@@ -11,6 +11,8 @@ the receiver is authenticated even where the chunks are not encrypted.
 Where NIXL is configured, the receiver reads the sender's memory with it instead of requesting chunks.
 """
 
+import hashlib
+import hmac
 import itertools
 import secrets
 import struct
@@ -25,7 +27,7 @@ from vllm.utils.math_utils import round_up
 
 from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver, split
 from vllm_omni.distributed.connectors.nixl import NixlAgent
-from vllm_omni.distributed.curve import CurveKeys
+from vllm_omni.distributed.curve import MAX_MESSAGE, CurveKeys
 from vllm_omni.distributed.messages import Frames, NetworkRef, PayloadRef
 from vllm_omni.distributed.sockets import Dropped, arrived
 
@@ -34,7 +36,9 @@ CHUNK = 1 << 20
 _AHEAD = 4
 """Chunks of a payload that are requested before the first of them has arrived."""
 _ALIGNMENT = 16  # of tensors in a bytearray
-_KEY = 16
+_KEY, _NONCE, _SECRET = 16, 8, 32
+_MAX_INLINE = MAX_MESSAGE // 4
+"""Bytes of a payload in a message, at most, whatever the threshold."""
 _MAX_REQUEST = 4096
 """Bytes of a packet to a `PayloadServer`: more than its requests and the handshakes before them have."""
 _head = struct.Struct(f"<{_KEY}sQQ")  # key, offset, size; size 0: the payload has been fetched, or is not needed
@@ -71,16 +75,18 @@ class PayloadServer:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
         self.dropped = Dropped("request for a payload")
         if keys is not None:
             keys.secure_server(self.socket)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        self._secret = secrets.token_bytes(_SECRET)
         self._address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
         self._payloads: dict[bytes, _Payload] = {}
 
     def put(self, receiver: int, buffers: Frames, uses_nixl: bool = False) -> NetworkRef:
         """The buffers must not change until they have been fetched."""
-        key = secrets.token_bytes(_KEY)
+        nonce = secrets.token_bytes(_NONCE)
+        key = nonce + self._sign(nonce)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         sizes = [view.nbytes for view in views]
         padding = (memoryview(bytes(-size % _ALIGNMENT)) for size in sizes)
@@ -106,6 +112,9 @@ class PayloadServer:
                 continue
             peer, request = frames
             key, offset, size = _head.unpack(request)
+            if not hmac.compare_digest(key[_NONCE:], self._sign(key[:_NONCE])):
+                self.dropped.add(frames[1:])  # Answers that a stranger does not read would fill the memory.
+                continue
             if not size:
                 self._remove(key)
                 continue
@@ -113,6 +122,10 @@ class PayloadServer:
             # An empty answer: the payload is gone.
             chunk = () if payload is None else _slice(payload.buffers, offset, size)
             self.socket.send_multipart([peer, request, *chunk], copy=False)
+
+    def _sign(self, nonce: bytes) -> bytes:
+        """The second part of a key, which tells the keys of this server, also of payloads that are gone."""
+        return hashlib.blake2b(nonce, digest_size=_KEY - _NONCE, key=self._secret).digest()
 
     def _remove(self, key: bytes) -> None:
         payload = self._payloads.pop(key, None)
@@ -135,7 +148,7 @@ class NetworkConnector(Connector):
     """Sends small payloads inline, and lets large ones be fetched."""
 
     def __init__(self, server: PayloadServer, receiver: int, threshold_bytes: int, uses_nixl: bool = False) -> None:
-        self._server, self._receiver, self._threshold = server, receiver, threshold_bytes
+        self._server, self._receiver, self._threshold = server, receiver, min(threshold_bytes, _MAX_INLINE)
         self._uses_nixl = uses_nixl
         self._inline = InlineConnector()
 
@@ -184,6 +197,7 @@ class PayloadFetcher:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK + _MAX_REQUEST)  # Encryption adds to a chunk.
         if keys is not None:
             keys.secure_client(self.socket)
         self.dropped = Dropped("part of a payload")

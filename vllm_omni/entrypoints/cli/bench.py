@@ -16,12 +16,12 @@ import numpy as np
 from vllm.benchmarks import serve as vllm_serve
 from vllm.benchmarks.datasets import SampleRequest, get_samples
 from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, OPENAI_COMPATIBLE_BACKENDS
-from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
 
 from vllm_omni.entrypoints.cli.arguments import OmniArgumentParser
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput
 from vllm_omni.errors import OmniError
 from vllm_omni.extras import install_command
+from vllm_omni.vllm_versions import VLLM_SUBCMD_PARSER_EPILOG
 
 USAGE = "vllm bench serve --omni [--backend BACKEND] [options of vllm bench serve]"
 DESCRIPTION = """Benchmark a server with speech or images. Backends beside those of `vllm bench serve`:

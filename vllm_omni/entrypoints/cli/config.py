@@ -19,12 +19,12 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.entrypoints.cli.config_values import ConfigValue, ConfigValues, KeyPath
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, set_up_logging
-from vllm_omni.entrypoints.function_parameters import load_function_parameters, sampling_values
+from vllm_omni.entrypoints.cli.serve_help import CONFIG_DESCRIPTION, CONFIG_USAGE
 from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError, UsageError
+from vllm_omni.kinds.parameters import load_function_parameters
 
-USAGE = "vllm-omni config show MODEL [--json] [the options of vllm serve MODEL --omni]"
 _MAX_WIDTH = 70
 
 
@@ -33,10 +33,7 @@ class ConfigCommand(OmniServeCommand):
 
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
         parser = super().subparser_init(subparsers)
-        parser.usage = USAGE
-        parser.description = (
-            "Print the stage configuration that `vllm serve MODEL --omni` with these options would run."
-        )
+        parser.usage, parser.description = CONFIG_USAGE, CONFIG_DESCRIPTION
         group = next(group for group in parser._action_groups if group.title == "Omni")
         group.add_argument("--json", action="store_true", help="Print JSON: each value with its source.")
         return parser
@@ -48,11 +45,8 @@ class ConfigCommand(OmniServeCommand):
             UsageError: The command line is wrong.
             StageConfigError: The configuration or an argument is wrong.
         """
-        if arguments[:1] in (["-h"], ["--help"]):
-            print(f"usage: {USAGE}\n\n`vllm-omni config show --help` lists the options.")
-            return
         if arguments[:1] != ["show"]:
-            raise UsageError(f"config {arguments[0] if arguments else ''}: unknown; write: {USAGE}")
+            raise UsageError(f"config {arguments[0] if arguments else ''}: unknown; write: {CONFIG_USAGE}")
         parsed = self.parse(arguments[1:])
         set_up_logging(parsed)
         args = make_omni_args(parsed)
@@ -79,14 +73,10 @@ def _check_values(resolved: ResolvedPipeline, model: str) -> None:
     finally:
         logging.disable(logging.NOTSET)
     for stage in resolved.config.stage_args:
-        if stage.kind == "DiT":
-            # Imported here: a pipeline without diffusion stages does not need diffusers.
-            from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
-
-            DiffusionInputProcessor(stage, stage.checkpoint(model))
-        elif stage.runs_vllm:
+        stage.kind.make_diffusion_processor(model)
+        if stage.kind.params == "sampling":
             try:
-                make_sampling_params(sampling_values(stage, stage.default_sampling_params))
+                make_sampling_params(stage.kind.sampling_values(stage.default_sampling_params))
             except (ValueError, TypeError, VLLMClientError) as error:
                 raise StageConfigError(f"{stage.label}: default_sampling_params: {message_of(error)}") from error
 

@@ -10,15 +10,11 @@ from typing import Any
 
 import msgspec
 import yaml
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 
-from vllm_omni.config.dit_config import DIT_SETTINGS, parse_dit_config
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import STAGE_KEYS, overridden_keys
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
-from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.entrypoints.resolve import ResolvedPipeline, make_engine_args
+from vllm_omni.entrypoints.resolve import ResolvedPipeline
 from vllm_omni.placement.cores import place_cores
 from vllm_omni.placement.devices import stage_devices
 
@@ -32,8 +28,6 @@ _SECTIONS = (
 DEFAULT = "default"
 # Engine arguments whose value in the file is not what runs.
 _COMPUTED = {"model": "found in the checkpoint", "max_model_len": "reduced to what the checkpoint has"}
-# Fields of `EngineArgs` that are not arguments of a stage, or that we set internally.
-_NOT_SHOWN = {"model", "hf_overrides", "additional_config"}
 
 
 @dataclass(frozen=True)
@@ -133,30 +127,9 @@ class ConfigValues:
                 yield ConfigValue(
                     (*path, name), value, _COMPUTED.get(name, "computed: runtime.memory"), is_computed=True
                 )
-        added = self._of_vllm(stage) if stage.runs_vllm else self._of_diffusers(stage) if stage.kind == "DiT" else []
-        for name, value, source in added:
+        for name, value, source in stage.kind.computed_arguments(self._args.model):
             if name not in stage.engine_args:
                 yield ConfigValue((*path, name), value, source, is_computed=True)
-
-    def _of_vllm(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
-        args = make_engine_args(stage, self._args.model)
-        source = f"computed: {stage.kind} stage on {current_platform.device_name}"
-        for field in dataclasses.fields(EngineArgs):
-            value = vars(args)[field.name]
-            is_plain = isinstance(value, (str, int, float, bool))
-            if field.name not in _NOT_SHOWN and is_plain and value != field.default:
-                of_runtime = field.name == "max_num_seqs"
-                yield field.name, value, "computed: runtime.max_batch_size" if of_runtime else source
-
-    def _of_diffusers(self, stage: OmniStageConfig) -> Iterator[tuple[str, Any, str]]:
-        config = parse_dit_config(stage.dit_engine_args, stage.label)
-        info = PipelineInfo.load(stage.checkpoint(self._args.model), config)
-        for name in DIT_SETTINGS:
-            value = getattr(config, name)
-            if name == "pipeline_class":
-                yield name, info.pipeline_class.__name__, "checkpoint: model_index.json"
-            elif value is not None and value != {}:
-                yield name, value, DEFAULT
 
 
 def locate_values(path: str | Path) -> dict[KeyPath, int]:

@@ -8,12 +8,15 @@ Either part is left out where its packages are not installed. Every result is ch
 import argparse
 import io
 import sys
+from collections import Counter
 from pathlib import Path
 
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli.demo_results import DemoResult, write_page
-from vllm_omni.entrypoints.cli.demo_talk import QUESTION, answer_sentence
+from vllm_omni.entrypoints.cli.demo_talk import QUESTION, TALK, answer_sentence
 from vllm_omni.errors import MissingPackageError
+
+SHAPES = "shapes"
 
 
 def run_demo(arguments: list[str]) -> None:
@@ -30,19 +33,19 @@ def run_demo(arguments: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A language model writes emoji.
     args.output.mkdir(parents=True, exist_ok=True)
-    results = answer_sentence(args.say.strip() or QUESTION, args.output)
-    results += _run_shapes(args.output, args.seed)
+    answers = answer_sentence(args.say.strip() or QUESTION, args.output)
+    results = answers + _run_shapes(args.output, args.seed)
     if not results:
         sys.exit("\nnothing was run: the packages of all steps are missing")
-    page = write_page(args.output, results)
-    wrong = sum(not result.is_right for result in results)
-    print(f"\n{f'{wrong} results are wrong' if wrong else 'all results are right'}; see {page}")
-    sys.exit(1 if wrong else 0)
+    page = write_page(args.output, results, TALK if answers else SHAPES)
+    counts = Counter(result.verdict for result in results)
+    print(f"\n{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}; see {page}")
+    sys.exit(1 if counts["wrong"] else 0)
 
 
 def _run_shapes(folder: Path, seed: int) -> list[DemoResult]:
     try:
-        find_checkpoint("shapes")
+        find_checkpoint(SHAPES)
     except MissingPackageError as error:
         print(f"\n[2/6] left out: {error}")
         return []

@@ -2,11 +2,15 @@
 """What all steps of `vllm-omni demo` have in common: an answer is printed while it is made, a verdict follows, and all
 results become a page with pictures, sound players, texts, and a timeline of the stages. The page needs no network."""
 
+import contextlib
+import os
+import sys
 import time
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,21 +19,38 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 
+Verdict = Literal["right", "wrong", "not judged", "cut short"]
+"""`not judged`: nobody knows what is right. `cut short`: the answer has reached its maximum length."""
+
 _STYLE = """
-body { font: 16px/1.4 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-article { display: grid; grid-template-columns: 10rem 1fr; gap: 0 1.5rem; border-top: 1px solid #ccc;
+:root { color-scheme: light dark; --line: #8886; --waits: #a8c7fa; --works: #0b57d0; }
+body { font: 16px/1.4 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
+article { display: grid; grid-template-columns: 10rem 1fr; gap: 0 1.5rem; border-top: 1px solid var(--line);
   padding: 1.5rem 0; }
-h2 { font-size: 1rem; margin: 0; } img { width: 100%; image-rendering: pixelated; border: 1px solid #ccc; }
-.text { font-size: 1.3rem; margin: .3rem 0; } .note { color: #666; margin: .3rem 0; } audio { width: 100%; }
-.right { color: #187a2f; } .wrong { color: #b3261e; } svg { width: 100%; margin-top: .8rem; }
+article > div { min-width: 0; overflow-wrap: break-word; }
+h2 { font-size: 1rem; margin: 0; } audio { width: 100%; } code { background: #8882; padding: .1rem .3rem; }
+img { width: 100%; max-width: 10rem; image-rendering: pixelated; border: 1px solid var(--line); }
+.text { font-size: 1.3rem; margin: .3rem 0; } .note { opacity: .75; } .note, .legend { margin: .3rem 0; }
+.right { color: #1e8e3e; } .wrong { color: #d93025; } .open { color: #b06000; }
+.timeline { display: grid; grid-template-columns: max-content 1fr max-content; gap: .2rem .6rem; margin-top: .8rem;
+  font-size: .8rem; align-items: center; }
+.bar { display: flex; } .bar i, .legend i { height: .75rem; } .legend i { display: inline-block; width: 1.5rem; }
+.waits { background: var(--waits); } .works { background: var(--works); }
+@media (max-width: 40rem) { body { margin: 1rem auto; } article { grid-template-columns: 1fr; gap: .5rem; } }
 """
-_WIDTH, _ROW = 600, 20
-_LABEL = 90
-"""Of the timeline, in its units: width, height of a stage, and the width of its name."""
+_LEGEND = """<p class=legend>Bars are the time of each stage in a request:
+<i class=waits></i> until its first output, <i class=works></i> from then on.
+<span class=right>right</span> and <span class=wrong>wrong</span> are judged by programs that know what is expected;
+<span class=open>not judged</span> is what nobody knows, <span class=open>cut short</span> an answer at its maximum
+length.</p>
+"""
+_NEXT = """<h2>Next</h2>
+<p>Serve the model: run <code>{command}</code>, and when it has started open <a href="{page}">{page}</a>.{docs}</p>
+"""
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """
     Attributes:
         speech: float32 `[samples]`, 24 kHz.
@@ -47,7 +68,7 @@ class Answer:
     output: OmniRequestOutput
 
 
-def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options: Any) -> Answer:
+def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options: Any) -> DemoAnswer:
     """Prints the text while it is generated."""
     started, first_audio = time.perf_counter(), 0.0
     messages: list[Any] = [{"role": "user", "content": content}]
@@ -61,7 +82,7 @@ def stream_answer(omni: OmniLLM, content: str | list[dict[str, Any]], **options:
     print()
     assert isinstance(event, CompletedEvent)
     text, speech = event.outputs
-    return Answer(
+    return DemoAnswer(
         text=text.outputs[0].text,
         speech=speech.multimodal_output["audio"],
         first_audio=first_audio,
@@ -81,6 +102,7 @@ class DemoResult:
 
     Attributes:
         text: What the model wrote, or painted.
+        verdict: A part of the result that is wrong makes it wrong.
         picture, sound: Files in the page's folder.
         output: With the metrics of the stages.
     """
@@ -88,29 +110,47 @@ class DemoResult:
     title: str
     text: str
     note: str
-    is_right: bool
+    verdict: Verdict
     picture: str | None
     sound: str | None
     output: OmniRequestOutput
 
 
-def write_page(folder: Path, results: list[DemoResult]) -> Path:
-    """Writes `index.html`."""
+def write_page(folder: Path, results: list[DemoResult], model: str) -> Path:
+    """Writes `index.html`.
+
+    Args:
+        model: To be served next.
+    """
     parts = "\n".join(_article(result) for result in results)
     page = folder / "index.html"
     page.write_text(
-        f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>vllm-omni demo</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>vllm-omni demo</h1>\n{parts}\n</html>\n"
+        "<!doctype html>\n<html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>vllm-omni demo</title>\n<style>{_STYLE}</style>\n"
+        f"<h1>vllm-omni demo</h1>\n{_LEGEND}{parts}\n{_next(folder, model)}</html>\n"
     )
     return page
+
+
+def _next(folder: Path, model: str) -> str:
+    vllm = Path(sys.executable).with_name("vllm")
+    with contextlib.suppress(ValueError):
+        vllm = vllm.relative_to(Path.cwd())
+    flags, path = (" --playground", "playground") if find_spec("gradio") else ("", "docs")
+    quickstart = Path(__file__).parents[3] / "docs" / "quickstart.md"  # In a checkout.
+    link = os.path.relpath(quickstart, folder)
+    docs = f' The next steps are in <a href="{escape(link)}">the quickstart</a>.' if quickstart.exists() else ""
+    command, page = f"{vllm} serve {model} --omni{flags}", f"http://localhost:8000/{path}"
+    return _NEXT.format(command=escape(command), page=page, docs=docs)
 
 
 def _article(result: DemoResult) -> str:
     picture = f'<img src="{result.picture}" alt="">' if result.picture else ""
     sound = f'<audio controls src="{result.sound}"></audio>' if result.sound else ""
-    verdict = "right" if result.is_right else "wrong"
+    verdict = result.verdict
+    style = verdict if verdict in ("right", "wrong") else "open"
     return (
-        f"<article><div>{picture}</div><div><h2>{escape(result.title)}: <span class={verdict}>{verdict}</span></h2>\n"
+        f"<article><div>{picture}</div><div><h2>{escape(result.title)}: <span class={style}>{verdict}</span></h2>\n"
         f"<p class=text>{escape(result.text)}</p>{sound}<p class=note>{escape(result.note)}</p>\n"
         f"{_timeline(result.output.stage_metrics)}</div></article>"
     )
@@ -119,17 +159,14 @@ def _article(result: DemoResult) -> str:
 def _timeline(stages: list[StageMetrics]) -> str:
     """One bar for each stage, darker from its first output."""
     begin = min(stage.arrival for stage in stages)
-    end = max(stage.finished for stage in stages)
-    scale = (_WIDTH - _LABEL - 60) / max(end - begin, 1e-6)
-    bars = []
-    for row, stage in enumerate(stages):
-        x, y = _LABEL + (stage.arrival - begin) * scale, row * _ROW
+    scale = 100 / max(max(stage.finished for stage in stages) - begin, 1e-6)
+    rows = []
+    for stage in stages:
         first = stage.finished if stage.first_output is None else stage.first_output
-        waiting, working = (first - stage.arrival) * scale, (stage.finished - first) * scale
-        bars.append(
-            f'<text x="0" y="{y + 14}">{escape(stage.name)}</text>'
-            f'<rect x="{x:.1f}" y="{y + 4}" width="{waiting:.1f}" height="12" fill="#a8c7fa"/>'
-            f'<rect x="{x + waiting:.1f}" y="{y + 4}" width="{working:.1f}" height="12" fill="#0b57d0"/>'
-            f'<text x="{x + waiting + working + 6:.1f}" y="{y + 14}">{stage.seconds:.2f} s</text>'
+        before, waits, works = stage.arrival - begin, first - stage.arrival, stage.finished - first
+        rows.append(
+            f"<span>{escape(stage.name)}</span><div class=bar>"
+            f'<i class=waits style="margin-left:{before * scale:.1f}%;width:{waits * scale:.1f}%"></i>'
+            f'<i class=works style="width:{works * scale:.1f}%"></i></div><span>{stage.seconds:.2f} s</span>'
         )
-    return f'<svg viewBox="0 0 {_WIDTH} {len(stages) * _ROW}" font-size="12">{"".join(bars)}</svg>'
+    return f"<div class=timeline>{''.join(rows)}</div>"

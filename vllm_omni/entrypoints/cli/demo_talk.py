@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from vllm_omni.entrypoints.cli.demo_results import DemoResult, print_verdict, stream_answer
+from vllm_omni.entrypoints.cli.demo_results import DemoResult, Verdict, print_verdict, stream_answer
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.errors import MissingPackageError
 from vllm_omni.speech_recognition import count_understood, make_arpa, make_decoder, make_dictionary, recognize, to_input
@@ -62,16 +62,20 @@ def answer_sentence(sentence: str, folder: Path) -> list[DemoResult]:
     if answer.is_cut:
         print(f"      text: ended after {MAX_TOKENS} tokens")
         notes.append(f"The text was ended after {MAX_TOKENS} tokens.")
-    is_right = True
+    verdict: Verdict = "cut short" if answer.is_cut else "not judged"
     if sentence == QUESTION:
         is_right = ANSWER in spoken_words(answer.text)
+        verdict = verdict if answer.is_cut and is_right else "right" if is_right else "wrong"
         print_verdict("text", is_right, f"expected the word {ANSWER}")
         notes.append(f"Expected the word {ANSWER}.")
+    else:
+        print("      text: not judged, because nobody knows what is right")
     is_clear, note = judge_speech(answer.text, answer.speech.numpy(), ANSWER if sentence == QUESTION else "")
     print_verdict("speech", is_clear, note)
     notes.append(f"{note[0].upper()}{note[1:]}.")
     title = f'The answer to "{sentence}"'
-    return [DemoResult(title, answer.text, " ".join(notes), is_right and is_clear, None, file, answer.output)]
+    verdict = verdict if is_clear else "wrong"
+    return [DemoResult(title, answer.text, " ".join(notes), verdict, None, file, answer.output)]
 
 
 @contextmanager

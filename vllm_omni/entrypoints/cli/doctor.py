@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
-from vllm_omni.errors import StageConfigError, VllmRequirementError
+from vllm_omni.errors import VllmRequirementError
+from vllm_omni.metrics.logs import handle_import_warnings
+from vllm_omni.metrics.status_line import waiting
 from vllm_omni.model_packages import OWN_PACKAGE, find_models
-from vllm_omni.vllm_requirement import find_vllm, require_vllm
+from vllm_omni.vllm_requirement import describe_import, find_vllm, require_vllm
 
 _DESCRIPTION = """\
 Check this installation and this machine, and with MODEL also whether its pipeline fits: versions, platform,
@@ -56,8 +58,8 @@ def run_doctor(arguments: list[str]) -> None:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("another machine", "Check MODEL's memory there instead of here.")
-    group.add_argument("--gpus", type=int, default=1, help="number of its GPUs (1)")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each as its driver reports it, e.g. 79GiB")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of each GPU as its driver reports it, e.g. 79GiB")
+    group.add_argument("--gpus", type=int, default=1, help="number of GPUs (1)")
     args, others = parser.parse_known_args(arguments)
     has_model = bool(arguments) and not arguments[0].startswith("-")
     if others and not has_model:
@@ -66,24 +68,20 @@ def run_doctor(arguments: list[str]) -> None:
         parser.error("another machine is given as: vllm-omni doctor MODEL --gpus N --gpu-memory SIZE")
     devices = None
     if args.gpu_memory:
+        from vllm_omni.config.utils import parse_bytes  # imports packages that may be missing
+
         try:
-            devices = (_parse_bytes(args.gpu_memory),) * args.gpus
-        except StageConfigError as error:
-            parser.error(f"--gpu-{error}")
+            size = parse_bytes(args.gpu_memory)
+        except ValueError as error:
+            parser.error(f"--gpu-memory: {error}")
+        if size < _MIB:
+            parser.error(f"--gpu-memory {args.gpu_memory}: has no unit; write e.g. 79GiB")
+        devices = (size,) * args.gpus
     failed = False
     for finding in _check_all(others, devices):
         finding.print()
         failed |= finding.level == "FAIL"
     sys.exit(1 if failed else 0)
-
-
-def _parse_bytes(memory: str) -> int:
-    from vllm_omni.config.resources import parse_memory  # imports packages that may be missing
-
-    size = parse_memory(memory)
-    if isinstance(size, float):
-        raise StageConfigError(f"memory {memory}: write bytes with a unit, e.g. 79GiB")
-    return size
 
 
 def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterator[Finding]:
@@ -100,12 +98,13 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     yield from found
     num_processes, shared_memory = 1, SHARED_MEMORY
     if arguments and platform is not None:
-        from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
-
-        config, findings = check_model(arguments, platform, devices)
+        with handle_import_warnings(), waiting(describe_import()):
+            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
+        with waiting(f"computing the memory of {arguments[0]}"):
+            config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
-            num_processes, shared_memory = len(config.processes), shared_memory_needed(config)
+            num_processes, shared_memory = len(config.instances), shared_memory_needed(config)
     elif arguments:
         yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
     yield from check_shared_memory(shared_memory)
@@ -218,13 +217,15 @@ def check_companions() -> Iterator[Finding]:
 
 def import_error(module: str) -> str | None:
     """The last line that the import prints if it fails, in a process of its own."""
-    result = _python(f"import {module}")
+    with waiting(f"importing {module}"):
+        result = _python(f"import {module}")
     return None if result.returncode == 0 else _last_line(result.stderr)
 
 
 def probe_platform() -> tuple[Platform | None, list[Finding]]:
     """vLLM's platform, found in a process of its own; None if vLLM does not import."""
-    result = _python(_PROBE)
+    with waiting(describe_import()):
+        result = _python(_PROBE)
     answer = next((line for line in result.stdout.splitlines() if line.startswith("PROBE")), None)
     if result.returncode != 0 or answer is None:
         remedy = "fix the failures above first; otherwise reinstall vLLM in a new environment"

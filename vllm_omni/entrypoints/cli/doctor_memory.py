@@ -12,7 +12,7 @@ from typing import Literal
 import psutil
 from vllm.config import CacheConfig
 
-from vllm_omni.config.resources import parse_memory, process_devices
+from vllm_omni.config.resources import instance_devices, parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.config.utils import shipped_variants
 from vllm_omni.entrypoints.cli.findings import Finding, Platform
@@ -132,18 +132,16 @@ class MemoryPlanner:
 
     def plan(self, machine: Machine) -> MemoryPlan:
         stages = []
-        for process in self._config.processes:
-            named = process_devices(process)
-            for instance in process:
-                stage = instance.stage
-                needs, error = self._needs[stage.stage_id]
-                entries = named or [str(index) for index in range(world_size(stage))]
-                if not all(entry.isdigit() for entry in entries):
-                    needs, error = None, f"runtime.devices {','.join(entries)}: give devices by number to check them"
-                devices = [int(entry) for entry in entries if entry.isdigit()]
-                stages.append(StagePlan(instance, devices, needs, _budget(stage, devices, machine), error))
+        for instance in self._config.instances.values():
+            stage = instance.stage
+            needs, error = self._needs[stage.stage_id]
+            entries = instance_devices(instance) or [str(index) for index in range(world_size(stage))]
+            if not all(entry.isdigit() for entry in entries):
+                needs, error = None, f"runtime.devices {','.join(entries)}: give devices by number to check them"
+            devices = [int(entry) for entry in entries if entry.isdigit()]
+            stages.append(StagePlan(instance, devices, needs, _budget(stage, devices, machine), error))
         stages.sort(key=lambda plan: (plan.stage.stage_id, plan.instance.replica))
-        return MemoryPlan(machine, stages, list(_problems(stages, machine, self._config)))
+        return MemoryPlan(machine, stages, list(_problems(stages, machine)))
 
 
 def _compute(config: PipelineConfig, stage: OmniStageConfig, model: str) -> tuple[StageNeeds | None, str]:
@@ -162,12 +160,12 @@ def _budget(stage: OmniStageConfig, devices: Sequence[int], machine: Machine) ->
     if stage.runtime.memory is not None:
         memory = parse_memory(stage.runtime.memory)
         return memory if isinstance(memory, int) else int(memory * size)
-    if not stage.runs_vllm:
+    if (argument := stage.kind.budget_argument) is None:
         return None
-    return int(stage.engine_args.get("gpu_memory_utilization", CacheConfig.gpu_memory_utilization) * size)
+    return int(stage.engine_args.get(argument, CacheConfig.gpu_memory_utilization) * size)
 
 
-def _problems(stages: Sequence[StagePlan], machine: Machine, config: PipelineConfig) -> Iterator[str]:
+def _problems(stages: Sequence[StagePlan], machine: Machine) -> Iterator[str]:
     count = len(machine.devices)
     for plan in stages:
         if any(device >= count for device in plan.devices):
@@ -178,10 +176,7 @@ def _problems(stages: Sequence[StagePlan], machine: Machine, config: PipelineCon
     for device, size in enumerate(machine.devices):
         on_device = [plan for plan in stages if device in plan.devices]
         taken = sum(plan.needed if plan.budget is None else plan.budget for plan in on_device)
-        contexts = CONTEXT_BYTES * sum(
-            any(plan.instance in process for plan in on_device if plan.needs is not None or plan.error)
-            for process in config.processes
-        )
+        contexts = CONTEXT_BYTES * sum(plan.needs is not None or bool(plan.error) for plan in on_device)
         if taken + contexts > size:
             yield (
                 f"device {device} has {_gib(size)} GiB; the stages take {_gib(taken)} GiB, and their processes "
@@ -196,7 +191,8 @@ def _shortage(plan: StagePlan) -> str:
     if plan.room:
         message += f"lower {flag}.max_model_len (its KV cache has room for {plan.room:,} tokens), or "
     message += f"raise its budget ({flag}.runtime.memory), or use several devices (tensor_parallel_size)"
-    return message + (f", or fewer bits ({flag}.quantization fp8)" if plan.stage.runs_vllm else "")
+    quantization = plan.stage.kind.quantization
+    return message + (f", or fewer bits ({flag}.quantization {quantization})" if quantization else "")
 
 
 def as_table(plan: MemoryPlan) -> str:
@@ -250,7 +246,7 @@ def check_model(
             read = read_pipeline(args)
     except (StageConfigError, UsageError) as error:
         return None, [Finding("FAIL", "configuration", str(error))]
-    names = ", ".join(f"{stage.name} ({stage.kind})" for stage in read.with_arguments.stage_args)
+    names = ", ".join(f"{stage.name} ({stage.kind.name})" for stage in read.with_arguments.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
     planner = MemoryPlanner(read.with_checkpoints, args.model)
     if devices is not None:

@@ -13,13 +13,14 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 
-from vllm_omni import __version__
+from vllm_omni.entrypoints.cli.serve_help import config_page, serve_page
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.extras import install_command
-from vllm_omni.vllm_requirement import find_vllm, name_cpu_build, require_vllm
+from vllm_omni.version import __version__
+from vllm_omni.vllm_requirement import describe_import, find_vllm, name_cpu_build, require_vllm
 
 USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
@@ -114,22 +115,33 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
+def _asks_for_help(arguments: list[str]) -> bool:
+    """Not `--help=WORD`, which prints options."""
+    return not {"-h", "--help"}.isdisjoint(arguments)
+
+
 def _serve(arguments: list[str]) -> None:
+    if _asks_for_help(arguments):
+        print(serve_page(), end="")
+        return
+    if arguments and not arguments[0].startswith("-"):
+        _find_checkpoint(arguments[0])
     require_vllm()
     from vllm_omni.entrypoints import omni_base
     from vllm_omni.metrics.logs import get_logger, log_quietly
 
     # Importing vLLM takes seconds: the fork server is forked from this process after it. Not if the command starts
     # no stage, or if only the parsed flags set the fork server's environment.
-    late = ("-h", "--help", "--log-", "--config")
+    late = ("--help=", "--log-", "--config")
     is_late = any(argument.startswith(late) for argument in arguments)
     if not is_late:
         log_quietly()
-        get_logger(__name__).info("%s: importing vLLM", _version_line())
+        get_logger(__name__).info("%s: %s", _version_line(), describe_import())
     server = None if is_late else omni_base.start_fork_server(from_this_process=True)
     try:
         gc.disable()  # While modules are imported it finds nothing, and takes a fifth of the time.
-        from vllm_omni.entrypoints.cli.serve import OmniServeCommand
+        with _importing_vllm() if is_late else nullcontext():
+            from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 
         gc.enable()
         OmniServeCommand().serve(arguments, server)
@@ -144,11 +156,31 @@ def _serve(arguments: list[str]) -> None:
 
 
 def _config(arguments: list[str]) -> None:
+    if _asks_for_help(arguments):
+        print(config_page(), end="")
+        return
     require_vllm()
     _log_warnings_only()
-    from vllm_omni.entrypoints.cli.config import ConfigCommand
+    with _importing_vllm():
+        from vllm_omni.entrypoints.cli.config import ConfigCommand
 
     ConfigCommand().run(arguments)
+
+
+def _find_checkpoint(model: str) -> None:
+    """Raises as `find_checkpoint`: a mistyped name is reported at once, not after the imports."""
+    from vllm_omni.config.utils import find_checkpoint  # imports packages that may be missing
+
+    find_checkpoint(model)
+
+
+@contextmanager
+def _importing_vllm() -> Iterator[None]:
+    from vllm_omni.metrics.logs import handle_import_warnings
+    from vllm_omni.metrics.status_line import waiting
+
+    with handle_import_warnings(), waiting(describe_import()):
+        yield
 
 
 def _log_warnings_only() -> None:
@@ -172,7 +204,8 @@ def _bench(arguments: list[str]) -> None:
         _run_vllm(arguments)
         return
     _log_warnings_only()
-    from vllm_omni.entrypoints.cli.bench import run_bench_serve
+    with _importing_vllm():
+        from vllm_omni.entrypoints.cli.bench import run_bench_serve
 
     run_bench_serve(arguments[1:])
 
@@ -181,14 +214,18 @@ def _demo(arguments: list[str]) -> None:
     require_vllm()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    from vllm_omni.entrypoints.cli.demo import run_demo
+    with _importing_vllm():
+        from vllm_omni.entrypoints.cli.demo import run_demo
 
     run_demo(arguments)
 
 
 def _playground(arguments: list[str]) -> None:
+    from vllm_omni.metrics.status_line import waiting
+
     try:
-        import gradio  # noqa: F401
+        with waiting("importing Gradio"):
+            import gradio  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
     from vllm_omni.entrypoints.playground.command import run_playground
@@ -210,7 +247,8 @@ _QUIET = {
 def _run_vllm(arguments: list[str]) -> None:
     require_vllm()
     name_cpu_build()
-    from vllm.entrypoints.cli.main import main as vllm_main
+    with _importing_vllm():
+        from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()
 

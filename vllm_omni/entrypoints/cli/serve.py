@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -21,7 +22,8 @@ from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
-from vllm_omni.entrypoints.function_parameters import load_function_parameters
+from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, SERVE_USAGE
+from vllm_omni.entrypoints.cli_args import byte_size
 from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
 from vllm_omni.entrypoints.openai.voices import Voices
@@ -29,19 +31,10 @@ from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
 from vllm_omni.errors import UsageError
 from vllm_omni.extras import install_command
+from vllm_omni.kinds.parameters import load_function_parameters
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_loudly, log_quietly
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
-from vllm_omni.orchestrator.fork_server import ForkServer
-
-DESCRIPTION = """Serve a model as a pipeline of stages, each an engine in its own process, with vLLM's
-OpenAI-compatible server. It has the flags of `vllm serve` that apply to a pipeline. An engine flag
-reaches every stage that has such an argument, and wins over the stage configuration. Without the flag
-the value in the stage configuration holds.
-
-Search by using: `--help=omni` for the pipeline, `--help=omnilimits` for limits of requests and of the server,
-`--help=omnidiffusion` for image, video and sound stages, `--help=Frontend` for vLLM's server.
-  Use `--help=all` to show all available flags at once.
-"""
 
 OPTIONS = {field.name for field in dataclasses.fields(PipelineOptions)}
 # Engine arguments that apply to the server here, or to the whole pipeline.
@@ -65,18 +58,16 @@ class OmniServeCommand(ServeSubcommand):
 
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
         parser = super().subparser_init(subparsers)
-        parser.usage = "vllm serve MODEL --omni [options]"
-        parser.description = DESCRIPTION
+        parser.usage, parser.description, parser.epilog = SERVE_USAGE, DESCRIPTION, HINT
+        for action in parser._actions:
+            if action.dest.endswith("_bytes"):
+                action.type = byte_size
         vllm_flags = {action.dest for action in parser._actions}
-        add_pipeline_flags(parser.add_argument_group("Omni", "The pipeline: stages, timeouts, limits and traces."))
-        api = parser.add_argument_group("OmniAPI", "OpenAI's API: default outputs of chat, and names of voices.")
-        add_api_arguments(api)
-        limits = parser.add_argument_group("OmniLimits", "Limits of requests, and of what the server stores.")
-        add_limit_arguments(limits)
-        diffusion = parser.add_argument_group(
-            "OmniDiffusion", "Diffusion stages: how they are loaded and run, and limits of requests."
-        )
-        add_diffusion_flags(diffusion, vllm_flags)
+        groups = {title: parser.add_argument_group(title, about) for title, about in GROUPS.items()}
+        add_pipeline_flags(groups["Omni"])
+        add_api_arguments(groups["OmniAPI"])
+        add_limit_arguments(groups["OmniLimits"])
+        add_diffusion_flags(groups["OmniDiffusion"], vllm_flags)
         return parser
 
     def parse(self, arguments: list[str]) -> ParsedCommand:
@@ -135,6 +126,8 @@ def _check(parsed: ParsedCommand) -> None:
     ]
     if unsupported:
         raise UsageError("\n".join(unsupported))
+    if args.api_key_file:
+        args.api_key = [*(args.api_key or ()), *_read_api_keys(args.api_key_file)]
     if args.playground:
         _check_playground(args)
     args.api_server_count = None
@@ -142,6 +135,17 @@ def _check(parsed: ParsedCommand) -> None:
     names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()
     reasoning = {name: parsed.explicit[name] for name in names}
     args.structured_outputs_config = dataclasses.replace(args.structured_outputs_config, **reasoning)
+
+
+def _read_api_keys(path: str) -> list[str]:
+    """The keys of `--api-key-file`. An empty file would leave the server open to all."""
+    try:
+        keys = [key for line in Path(path).read_text().splitlines() if (key := line.strip())]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    if not keys:
+        raise UsageError(f"--api-key-file {path} has no key; make one: openssl rand -hex 32 > {path}")
+    return keys
 
 
 def _check_playground(args: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ vLLM's flags configure one engine and its frontend process. A flag that would be
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_omni.vllm_versions import UNSUPPORTED_FLAGS
+
 _REASONS = {
     "one server feeds the pipeline; for several, start each on other devices, behind a load balancer": """
         api_server_count aggregate_engine_logging headless data_parallel_size data_parallel_rank
@@ -31,10 +33,10 @@ _REASONS = {
         sleep_preserve_parameter_names profiler_config""",
     "engines report through the pipeline's own metrics (docs/observability.md); leave it out": """
         enable_logging_iteration_details kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics
-        show_hidden_metrics_for_version per_request_spec_decode_metrics enable_per_request_metrics""",
+        show_hidden_metrics_for_version per_request_spec_decode_metrics""",
     "set runtime.ar in the stage configuration: how often a stage sends text": "stream_interval",
 }
-_REASON_BY_NAME = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_REASON_BY_NAME = {name: reason for reason, names in _REASONS.items() for name in names.split()} | UNSUPPORTED_FLAGS
 NAMES = frozenset(_REASON_BY_NAME)
 
 # Values that a pipeline has anyway. Default: the default of vLLM's flag.

@@ -16,7 +16,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
@@ -26,6 +26,8 @@ from vllm_omni.entrypoints.openai import (
     custom_voices,
     description,
     images,
+    messages,
+    responses,
     speech,
     transcriptions,
     videos,
@@ -34,7 +36,7 @@ from vllm_omni.entrypoints.openai import (
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
+from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
 from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
@@ -43,16 +45,53 @@ from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
+from vllm_omni.vllm_protocol import ErrorResponse
 
-# vLLM's other paths need what a pipeline does not have: other tasks, profilers, caches to reset.
-VLLM_PATHS = frozenset(
+OWN_PATHS = frozenset(
     {
-        "/v1/models", "/tokenize", "/detokenize", "/load", "/version", "/metrics", "/docs", "/docs/oauth2-redirect",
-        "/redoc", "/openapi.json", "/static",
+        "/health", "/ping", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
     }
 )  # fmt: skip
-CHAT_PATHS = ("/v1/chat/completions", "/v1/completions")
-TEXT_PATHS = ("/v1/completions", "/tokenize", "/detokenize")
+"""vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
+
+_ONE_ANSWER = "an answer of each stage's process; messages between processes go one way"
+_ONE_ENGINE = "one engine; a pipeline has one in each stage"
+_NO_SCALE_OUT = "prompts that another server has rendered (--enable-scale-out)"
+WITHHELD_PATHS: dict[str, str] = {
+    "/invocations": "SageMaker's handlers, which call those that are replaced",
+    "/generative_scoring": "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
+    "/v1/systemone": "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
+    **dict.fromkeys(
+        (
+            "/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render", "/v1/responses/render",
+            "/v1/chat/completions/derender", "/v1/completions/derender", "/inference/v1/generate",
+            "/inference/v1/abort_requests",
+        ),
+        _NO_SCALE_OUT,
+    ),
+    **dict.fromkeys(
+        (
+            "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}",
+            "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory",
+            "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
+            "/abort_requests", "/collective_rpc", "/server_info", "/init_weight_transfer_engine",
+            "/shutdown_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update",
+            "/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_info", "/weight_checker",
+        ),
+        _ONE_ANSWER,
+    ),
+    **dict.fromkeys(
+        ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size", "/kv_event_sources"), _ONE_ENGINE
+    ),
+}  # fmt: skip
+"""vLLM's paths that a pipeline does not have, with what they need. `tests/entrypoints/openai/test_vllm_paths.py`
+compares them with vLLM's application."""
+
+TEXT_ONLY_PATHS = ("/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens")
+"""Their answers have no place for anything else."""
+CHAT_PATHS = ("/v1/chat/completions", "/v1/completions", *TEXT_ONLY_PATHS)
+TEXT_PATHS = (*CHAT_PATHS[1:], "/tokenize", "/detokenize")
 # The handlers of the media endpoints, by the type of their outputs; each is made if the pipeline has a stage for it.
 MEDIA_HANDLERS: dict[str, Callable[[State, OmniEngineClient, OmniStageConfig, Namespace], Any]] = {
     "audio": speech.ServingSpeech,
@@ -70,9 +109,11 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     level = root.level
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
+    others = OWN_PATHS | WITHHELD_PATHS.keys()
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
-    for endpoints in (chat, speech, custom_voices, transcriptions, images, videos, realtime, description):
+    texts = (chat, responses, messages)
+    for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)
     app.include_router(router)
     refused = _refused_paths(client)
@@ -98,7 +139,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     if asr_stage is not None:
         app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
         if client.has_renderer:
-            app.state.openai_serving_chat.asr_stage = asr_stage
+            app.state.openai_serving_chat.asr_stage = app.state.openai_serving_responses.asr_stage = asr_stage
     elif client.transcribes:
         app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
@@ -133,6 +174,12 @@ async def _init_text_state(
     state.openai_serving_chat.set_up(default_modalities)
     state.openai_serving_chat.parsers = _reply_parsers(args, client)
     state.openai_serving_completion = chat.OmniServingCompletion.from_vllm(state.openai_serving_completion)
+    state.openai_serving_chat_batch = chat.OmniServingChatBatch.from_vllm(state.openai_serving_chat_batch)
+    state.openai_serving_chat_batch.online_renderer = state.openai_serving_chat.online_renderer
+    state.openai_serving_responses = responses.OmniServingResponses.from_vllm(state.openai_serving_responses)
+    state.openai_serving_responses.set_up(state.openai_serving_chat)
+    state.anthropic_serving_messages = messages.OmniServingMessages.from_vllm(state.anthropic_serving_messages)
+    state.anthropic_serving_messages.set_up(state.openai_serving_chat)
 
 
 def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:
@@ -171,6 +218,9 @@ def _refused_paths(client: OmniEngineClient) -> dict[str, str]:
     if client.only_transcribes:
         message = "this model only transcribes; send the sound to /v1/audio/transcriptions"
         return dict.fromkeys(CHAT_PATHS, message)
+    if "text" not in client.config.output_types:
+        outputs = ", ".join(client.config.output_types)
+        return dict.fromkeys(TEXT_ONLY_PATHS, f"this model cannot output 'text'; it outputs {outputs}")
     return {}
 
 

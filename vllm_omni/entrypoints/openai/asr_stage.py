@@ -46,12 +46,12 @@ class ASRStage:
         self._final_stages = client.config.final_stages(["text"], stage.stage_id)
         own = client.llm.builder.function_parameters.get(stage.stage_id)
         self.parameters: Sequence[str] = () if own is None else own.names
-        if stage.transcribes:
+        if stage.kind.params == "sampling":
             self.parameters = (*self.parameters, "temperature")
         self._transcripts: OrderedDict[_Key, asyncio.Task[str]] = OrderedDict()
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a client's settings that the stage has parameters for.
+        """Selects the settings of a client that the stage has parameters for.
 
         Args:
             given: By name; None: not set.

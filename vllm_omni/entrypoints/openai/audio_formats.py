@@ -131,7 +131,7 @@ class AudioEncoder:
         return self._coder.encode(self._clipped(samples))
 
     def finish(self) -> bytes:
-        """The rest of the file."""
+        """Returns the bytes of the file that were not returned before."""
         rest = b"" if self._filter is None else self._coder.encode(self._clipped(self._filter.finish()))
         return rest + self._coder.finish()
 

@@ -7,7 +7,8 @@ vLLM's routes and handlers answer with the text, `chat_media.py` adds all other 
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Literal, Self, cast
 
@@ -15,15 +16,16 @@ from fastapi import APIRouter, Request
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion as vllm_create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, OpenAIBaseModel
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.parser.abstract_parser import Parser
-from vllm.renderers.online_renderer import OnlineRenderer
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
@@ -32,10 +34,10 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
-from vllm_omni.entrypoints.openai.server_args import Modality
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, late
+from vllm_omni.entrypoints.openai.server_args import Modality, flag
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, defer_headers
 from vllm_omni.entrypoints.openai.stage_params import (
     diffusion_settings,
     explicit_fields,
@@ -45,6 +47,7 @@ from vllm_omni.entrypoints.openai.stage_params import (
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import VOICE_FIELD, ReplyParsers, SpokenText
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 
@@ -118,6 +121,8 @@ class OmniChatCompletionRequest(ChatCompletionRequest):
 class OmniServing(GenerateBaseServing):
     """One of vLLM's handlers on an `OmniEngineClient`. Derive from it and from the handler's class."""
 
+    create_error_response = staticmethod(returned_error)
+
     default_sampling_params: dict[str, Any]
 
     @classmethod
@@ -144,6 +149,24 @@ class OmniServingCompletion(OmniServing, OpenAIServingCompletion):
         return await super().create_completion(request, raw_request)
 
 
+class OmniServingChatBatch(OmniServing, OpenAIServingChatBatch):
+    """vLLM's, sampling as the stage is configured. Text only. Its conversations count as choices of a chat do."""
+
+    async def create_batch_chat_completion(
+        self, request: BatchChatCompletionRequest, raw_request: Request | None = None
+    ) -> ChatCompletionResponse | ErrorResponse:
+        limit = self.client.limits.max_n
+        if len(request.messages) > limit:
+            raise VLLMValidationError(
+                f"messages has {len(request.messages)} conversations; a request may have at most {limit} "
+                f"({flag('max_n')})",
+                parameter="messages",
+            )
+        self.client.check_admission(len(request.messages))
+        RequestContext.current().options = RequestOptions(explicit_fields=explicit_fields(request))
+        return await super().create_batch_chat_completion(request, raw_request)
+
+
 class OmniServingChat(OmniServing, OpenAIServingChat):
     """vLLM's handler for the text, with all other outputs of the pipeline.
 
@@ -161,7 +184,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         """Completes what `from_vllm` returned."""
         self.default_modalities = default_modalities
         self.transcripts = Transcripts()
-        self.online_renderer = cast(OnlineRenderer, _Renderer(self.online_renderer, self.client))
+        self.online_renderer = cast(Any, _Renderer(self.online_renderer, self.client))
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -229,7 +252,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
 class _Renderer:
     """vLLM's renderer, that accepts `HARMLESS_MM_KWARGS` of every client, and has tokens of media counted."""
 
-    def __init__(self, renderer: OnlineRenderer, client: OmniEngineClient) -> None:
+    def __init__(self, renderer: Any, client: OmniEngineClient) -> None:
         self._renderer = renderer
         processor = client.renderer.mm_processor
         self._media_tokens = None
@@ -238,17 +261,31 @@ class _Renderer:
         self._trusting_renderer = copy.copy(renderer)
         self._trusting_renderer.trust_request_mm_kwargs = True
 
+    def __getattr__(self, name: str) -> Any:
+        """The renderer's settings, which vLLM's handlers read."""
+        return getattr(self._renderer, name)
+
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
-        is_harmless = set(request.mm_processor_kwargs or {}) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
+        with self._renderer_for(request, "messages") as renderer:
+            return await renderer.render_chat(request)
+
+    async def render_responses(self, request: ResponsesRequest, **history: Any) -> Any:
+        with self._renderer_for(request, "input") as renderer:
+            return await renderer.render_responses(request, **history)
+
+    @contextmanager
+    def _renderer_for(self, request: ChatCompletionRequest | ResponsesRequest, parameter: str) -> Iterator[Any]:
+        mm_kwargs = request.mm_processor_kwargs or {}
+        is_harmless = set(mm_kwargs) <= HARMLESS_MM_KWARGS and not request.media_io_kwargs
         context = RequestContext.current()
         context.media_tokens = self._media_tokens if is_harmless else None
-        context.reads_sound_in_video = bool((request.mm_processor_kwargs or {}).get("use_audio_in_video"))
+        context.reads_sound_in_video = bool(mm_kwargs.get("use_audio_in_video"))
         try:
-            return await (self._trusting_renderer if is_harmless else self._renderer).render_chat(request)
+            yield self._trusting_renderer if is_harmless else self._renderer
         except VLLMClientError:
             raise
         except ValueError as error:
-            raise VLLMValidationError(describe_refusal(error), parameter="messages") from error
+            raise VLLMValidationError(describe_refusal(error), parameter=parameter) from error
 
 
 def read_options(
@@ -321,7 +358,7 @@ def read_modalities(modalities: list[Any] | None, config: PipelineConfig, defaul
 
 def _stage_params(request: OmniChatCompletionRequest, config: PipelineConfig) -> list[Mapping[str, Any] | None]:
     params = read_stage_params(request.sampling_params_list, config)
-    denoisers = [i for i, stage in enumerate(config.stage_args) if stage.kind == "DiT" and not stage.encodes_prompts]
+    denoisers = [i for i, stage in enumerate(config.stage_args) if stage.kind.takes_settings]
     if request.extra_body and not denoisers:
         raise VLLMValidationError(
             "extra_body holds the settings of a diffusion model, and this model has none", parameter="extra_body"
@@ -357,10 +394,10 @@ _ROUTE: dict[str, Any] = {
 @router.post("/v1/chat/completions", **_ROUTE)
 async def create_chat_completion(request: OmniChatCompletionRequest, raw_request: Request) -> Any:
     """Text, speech, images or videos as the answer to a conversation, whole or as a stream."""
-    return late(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))
+    return defer_headers(await vllm_create_chat_completion(request, raw_request), RequestContext.of(raw_request))
 
 
 @router.post("/v1/completions", **_ROUTE)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
     """The continuation of one or more texts, whole or as a stream."""
-    return late(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))
+    return defer_headers(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))

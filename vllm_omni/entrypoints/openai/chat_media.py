@@ -12,7 +12,6 @@ from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.utils import random_uuid
@@ -26,6 +25,7 @@ from vllm_omni.entrypoints.openai.sse import Line, read_line, sse_line
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.stage.spoken_reply import read_spoken
+from vllm_omni.vllm_protocol import ChatCompletionResponse
 
 MAX_UNSENT_BYTES = 1 << 20
 
@@ -172,7 +172,7 @@ class ChatMedia:
         speaking = [
             stage.stage_id
             for stage in self._config.stage_args
-            if stage.kind == "AR" and not stage.final_output and not stage.is_comprehension
+            if stage.kind.is_autoregressive and not stage.final_output and not stage.is_comprehension
         ]
         metrics = event.outputs[0].stage_metrics
         audio_tokens = sum(stage.num_output_tokens for stage in metrics if stage.stage_id in speaking)

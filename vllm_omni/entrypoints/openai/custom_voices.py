@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Path, Request
 from openai.types.audio import VoiceDeleted
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import get_handler, served_names
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher, RequestModel, SoundUrl
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_request import Text, check_read
 from vllm_omni.entrypoints.openai.stage_params import without_nulls
@@ -55,13 +54,15 @@ class VoiceRequest(RequestModel):
     type: Literal["audio_sample"] = Field("audio_sample", description="Voices are made of recordings only.")
 
 
-class Voice(BaseModel):
+class ListedVoice(BaseModel):
     id: str = Field(description="What a request names.", examples=["ethan"])
     name: str = Field(description="What a person reads; the same.", examples=["ethan"])
 
 
 class VoiceList(BaseModel):
-    voices: list[Voice] = Field(description="The model's voices, the default one first; empty if there is no choice.")
+    voices: list[ListedVoice] = Field(
+        description="The model's voices, the default one first; empty if there is no choice."
+    )
     voice_map: dict[str, str] = Field(description="Further names, each with the voice that it means.")
     uploaded_voices: list[CustomVoice] = Field(description="The voices that this API key has uploaded, oldest first.")
 
@@ -136,7 +137,7 @@ async def list_voices(raw_request: Request) -> VoiceList:
     voices = state.engine_client.voices
     handler = state.omni_handlers.get("audio")
     uploaded = [] if handler is None else handler.custom_voices.store.voices(RequestContext.of(raw_request).owner)
-    own = [Voice(id=name, name=name) for name in voices.names]
+    own = [ListedVoice(id=name, name=name) for name in voices.names]
     return VoiceList(voices=own, voice_map=voices.map, uploaded_voices=uploaded)
 
 
@@ -149,8 +150,7 @@ async def list_audio_models(raw_request: Request) -> AudioModelList:
 
 
 @router.post("/v1/audio/voices", responses=FORM_ERRORS, openapi_extra=VoiceRequest.describe_body())
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_voice(
     request: Annotated[VoiceRequest, Depends(VoiceRequest.read)], raw_request: Request
 ) -> CustomVoice:

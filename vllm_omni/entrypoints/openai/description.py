@@ -16,17 +16,17 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
-from vllm_omni import __version__
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
-from vllm_omni.entrypoints.openai.media_endpoint import final_stage, load_info, served_names
+from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
+from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
 from vllm_omni.metrics.stats import StageMetrics
+from vllm_omni.version import __version__
 
 _ENDPOINTS = {"audio": "/v1/audio/speech", "image": "/v1/images/generations", "video": "/v1/videos"}
 _TIMES = ("arrival", "started", "first_output", "finished")
@@ -104,7 +104,8 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
     """The description of a pipeline, whose application has all its endpoints and their handlers."""
     stages = client.config.stage_args
     model = app.state.args.model
-    infos = {stage.stage_id: load_info(stage, model) for stage in stages if stage.kind == "DiT"}
+    loaded = {stage.stage_id: stage.kind.load_pipeline_info(model) for stage in stages}
+    infos = {stage_id: info for stage_id, info in loaded.items() if info is not None}
     return PipelineDescription(
         model=app.state.openai_serving_models.base_model_paths[0].name,
         inputs=["text", *_media_inputs(client, infos)],
@@ -115,7 +116,7 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
         stages=[
             StageDescription(
                 name=stage.name,
-                kind=stage.kind,
+                kind=stage.kind.name,
                 output=stage.final_output_type if stage.final_output else None,
                 sampling_params=_defaults(client, stage, infos),
             )
@@ -140,6 +141,8 @@ def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     has_chat = client.has_renderer or (first is not None and can_chat(first))
     has_chat = has_chat and not client.only_transcribes
     made = ["/v1/chat/completions"] if has_chat else []
+    if has_chat and client.has_renderer and "text" in client.config.output_types:
+        made += ["/v1/responses", MESSAGES_PATH]
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]
     if app.state.omni_transcriptions is not None:
         made += ["/v1/audio/transcriptions", "/v1/audio/translations"]
@@ -147,9 +150,9 @@ def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
 
 
 def _defaults(client: OmniEngineClient, stage: OmniStageConfig, infos: dict[int, PipelineInfo]) -> dict[str, Any]:
-    if stage.kind == "AR":
+    if stage.kind.is_autoregressive:
         return {name: value for name, value in client.llm.builder.default_values(stage).items() if _is_plain(value)}
-    if stage.kind != "DiT" or stage.encodes_prompts:
+    if not stage.kind.takes_settings:
         return {}
     parameters = call_parameters(infos[stage.stage_id].pipeline_class)
     defaults: dict[str, Any] = {}

@@ -17,16 +17,12 @@ from typing import Any
 
 from fastapi import Request
 from starlette.datastructures import State
-from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
     ChatMessage,
 )
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -41,6 +37,7 @@ from vllm_omni.entrypoints.openai.sse import DONE, Line, comment_line, sse_line,
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, DeltaMessage, UsageInfo
 
 _FILES = {"image": "png", "video": "mp4"}
 _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prompt_logprobs")
@@ -49,7 +46,7 @@ _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prom
 
 def can_chat(stage: OmniStageConfig) -> bool:
     """Whether a final stage answers a chat whose messages no stage reads: a diffusion model, with what it paints."""
-    return stage.kind == "DiT"
+    return stage.kind.params == "diffusion"
 
 
 class DiffusionChat(DiffusionEndpoint):

@@ -21,14 +21,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tasks import SupportedTask
+from vllm.v1.metrics.stats import RequestStateStats
 
 from vllm_omni.engine.input_processor import OmniInputProcessor
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
-from vllm_omni.entrypoints.openai.request_context import Peekable, RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
 from vllm_omni.entrypoints.openai.stage_params import check_grammar
 from vllm_omni.entrypoints.openai.voices import Voices
@@ -49,7 +49,7 @@ _READ_BY_VLLM = {
 }  # fmt: skip
 
 
-class Gate:
+class DrainGuard:
     """Counts the requests that a server runs; a shutdown closes it and waits until they have ended.
 
     The event loop enters it for each request, another thread closes it.
@@ -64,7 +64,7 @@ class Gate:
     def check(self) -> None:
         """
         Raises:
-            PipelineClosedError: The gate is closed.
+            PipelineClosedError: It is closed.
         """
         if self.is_closed:
             raise PipelineClosedError("the server is shutting down; send the request to another one")
@@ -186,14 +186,14 @@ class OmniEngineClient(_UnsupportedEngineClient):
         self.voices = Voices(llm.voices, voice_map or {})
         self.recent = RecentRequests()
         self.limits = RequestLimits()
-        self._gate = Gate()
+        self._drain_guard = DrainGuard()
         self._shutdown_timeout = shutdown_timeout
         self.stage = llm.builder.prompt_stage
         if self.stage is not None:
             self.input_processor: OmniInputProcessor = llm.builder.input_processors[self.stage.stage_id]
             self.vllm_config: VllmConfig = self.input_processor.vllm_config
             self.model_config: ModelConfig = self.vllm_config.model_config
-            self.renderer: BaseRenderer = self.input_processor.renderer
+            self.renderer = self.input_processor.renderer
             self.default_sampling_params = dict(llm.builder.default_values(self.stage))
         else:
             self.vllm_config = VllmConfig()
@@ -227,12 +227,12 @@ class OmniEngineClient(_UnsupportedEngineClient):
         started, context = time.monotonic(), RequestContext.current()
         self._check_grammars(sampling_params_list, request_id)
         fields = {**(options.pop("request_fields", None) or {}), "owner": context.owner.hex()}
-        with self._gate:
+        with self._drain_guard:
             events = self.llm.generate(
                 prompt,
                 sampling_params_list,
                 request_id,
-                hold=context.hold,
+                release_when_sent=context.release_when_sent,
                 place=context.take_place(),
                 request_fields=fields,
                 **options,
@@ -299,7 +299,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
                 "reasoning_parser_kwargs": reasoning_parser_kwargs,
             },
         )
-        outputs = Peekable(self._outputs(events, prompt, request_id, is_delta, options.has_media))
+        outputs = PrefetchedStream(self._outputs(events, prompt, request_id, is_delta, options.has_media))
         context.outputs.append(outputs)
         return outputs
 
@@ -325,14 +325,22 @@ class OmniEngineClient(_UnsupportedEngineClient):
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
         prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
+        output: RequestOutput | None = None
         try:
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                        yield _delta_output(event, request_id, prompt_token_ids)
+                        output = _delta_output(event, request_id, prompt_token_ids)
+                        yield output
                         continue
-                    if isinstance(event, CompletedEvent) and not (is_delta and self.stage.final_output):
-                        yield self._whole_output(event, request_id, prompt_token_ids)
+                    if isinstance(event, CompletedEvent):
+                        times = _engine_times(event, self.stage.stage_id)
+                        if output is not None:
+                            output.metrics = times  # vLLM's handlers read them after the last output.
+                        if not (is_delta and self.stage.final_output):
+                            output = self._whole_output(event, request_id, prompt_token_ids)
+                            output.metrics = times
+                            yield output
                     if has_media or not isinstance(event, CompletedEvent):
                         yield event
         except OmniError as error:  # vLLM's handlers know only HTTP errors, also inside a stream.
@@ -358,7 +366,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
     @property
     def is_stopped(self) -> bool:
         """No new requests are accepted; some may still run."""
-        return self._gate.is_closed or not self.llm.is_open
+        return self._drain_guard.is_closed or not self.llm.is_open
 
     @property
     def errored(self) -> bool:
@@ -384,7 +392,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
             PipelineFullError: The queue is full.
             PipelineClosedError: The server is shutting down.
         """
-        self._gate.check()
+        self._drain_guard.check()
         if n > self.limits.max_n:
             raise VLLMValidationError(
                 f"n is {n}; a request may have at most {self.limits.max_n} ({flag('max_n')})", parameter="n", value=n
@@ -429,12 +437,12 @@ class OmniEngineClient(_UnsupportedEngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Refuses new requests, waits up to `shutdown_timeout` for running ones, and stops all stages. Blocks."""
-        self._gate.close(self._shutdown_timeout)
+        self._drain_guard.close(self._shutdown_timeout)
         self.llm.close()
 
     def cancel_wait(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
-        self._gate.cancel_wait()
+        self._drain_guard.cancel_wait()
 
     async def reset_mm_cache(self) -> None:
         """There is none: media is preprocessed once, and no cache is shared with a stage's process."""
@@ -448,6 +456,21 @@ def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingPar
         for name in added:
             setattr(params, name, getattr(made, name))
     return params
+
+
+def _engine_times(event: CompletedEvent, stage_id: int) -> RequestStateStats | None:
+    """When a stage worked on a request, as vLLM's engine says it; for `--enable-per-request-metrics`."""
+    stages = event.outputs[0].stage_metrics if event.outputs else []
+    stage = next((it for it in stages if it.stage_id == stage_id), None)
+    if stage is None:
+        return None
+    return RequestStateStats(
+        num_generation_tokens=stage.num_output_tokens,
+        queued_ts=stage.arrival,
+        scheduled_ts=stage.started,
+        first_token_ts=stage.first_output or 0.0,  # unknown: the output came in one piece
+        last_token_ts=stage.finished,
+    )
 
 
 def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:

@@ -13,13 +13,13 @@ import copy
 import threading
 from typing import Any, cast
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
+
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ErrorResponse
 
 REQUEST = "Read the text aloud, word for word."
 """The user's message in the prompt; the reply is forced."""

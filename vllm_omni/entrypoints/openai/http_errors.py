@@ -17,8 +17,9 @@ import fastapi
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.anthropic.protocol import AnthropicError, AnthropicErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
@@ -35,6 +36,7 @@ from vllm_omni.errors import (
     StageDeadError,
     StageExecutionError,
 )
+from vllm_omni.vllm_protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -52,6 +54,16 @@ _STATUS: dict[type[OmniError], HTTPStatus] = {
 }
 _MAX_MESSAGE, _MAX_NAME = 4000, 100  # characters
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+MESSAGES_PATH = "/v1/messages"
+"""Of Anthropic's API, and of its further paths."""
+
+_MESSAGES_TYPES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error", HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error", HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}  # fmt: skip
+"""Anthropic's `type` of an error."""
 
 _CLOSED_RETRY_S = 1.0
 """Of a server that shuts down: another one, or the next one at its address, may take the request."""
@@ -123,14 +135,40 @@ def error_body(error: OmniHTTPError | VLLMClientError) -> ErrorResponse:
     return body
 
 
+def returned_error(
+    message: str | Exception,
+    err_type: str = "BadRequestError",
+    status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
+    param: str | None = None,
+) -> ErrorResponse:
+    """An error that a handler of vLLM's returns, or writes into a stream, in the style of those that it raises. Takes
+    the arguments of vLLM's function, which it replaces."""
+    if isinstance(message, OmniHTTPError | VLLMClientError):
+        return error_body(message)
+    return create_error_response(message, err_type, status_code, param)
+
+
 def error_response(
     message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None, parameter: str | None = None
 ) -> JSONResponse:
     """The answer with an error in vLLM's form."""
+    return JSONResponse(_error(message, status, parameter).model_dump(), status.value, headers)
+
+
+def _error(message: str, status: HTTPStatus, parameter: str | None = None) -> ErrorResponse:
     info = ErrorInfo(
         message=sanitize_message(_clip(message)), type=_type_of(status), code=status.value, param=parameter
     )
-    return JSONResponse(ErrorResponse(error=info).model_dump(), status.value, headers)
+    return ErrorResponse(error=info)
+
+
+def respond(request: Request, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer with an error, in the form of the API that was called: Anthropic's or OpenAI's."""
+    content: BaseModel = body
+    if request.scope["path"].startswith(f"{request.scope.get('root_path', '')}{MESSAGES_PATH}"):
+        kind = _MESSAGES_TYPES.get(HTTPStatus(body.error.code), "api_error")
+        content = AnthropicErrorResponse(error=AnthropicError(type=kind, message=body.error.message))
+    return JSONResponse(content.model_dump(), body.error.code, headers)
 
 
 def _type_of(status: HTTPStatus) -> str:
@@ -177,19 +215,18 @@ def register_error_handlers(app: FastAPI) -> None:
 
 async def _on_error(request: Request, error: OmniError | OmniHTTPError) -> JSONResponse:
     error = to_http_error(error)
-    return error_response(error.message, error.http_status, error.headers)
+    return respond(request, _error(error.message, error.http_status), error.headers)
 
 
 async def _on_client_error(request: Request, error: VLLMClientError) -> JSONResponse:
     _log_stack(request, error)
-    body = error_body(error)
-    return JSONResponse(body.model_dump(), body.error.code)
+    return respond(request, error_body(error))
 
 
 async def _on_framework_error(request: Request, error: HTTPException) -> JSONResponse:
     """Answers errors of the framework, an unknown path or method among them, with its headers."""
     _log_stack(request, error)
-    return error_response(error.detail, HTTPStatus(error.status_code), error.headers)
+    return respond(request, _error(error.detail, HTTPStatus(error.status_code)), error.headers)
 
 
 def _log_stack(request: Request, error: Exception) -> None:
@@ -201,18 +238,18 @@ def _log_stack(request: Request, error: Exception) -> None:
 async def _on_wrong_fields(request: Request, error: RequestValidationError) -> JSONResponse:
     _log_stack(request, error)
     message, parameter = describe_wrong_fields(error.errors())
-    return error_response(message, HTTPStatus.BAD_REQUEST, parameter=parameter)
+    return respond(request, _error(message, HTTPStatus.BAD_REQUEST, parameter))
 
 
 async def _on_system_error(request: Request, error: OSError) -> JSONResponse:
     if error.errno not in _NO_ROOM:
         raise error
     logger.error("a request failed: no room for its files", exc_info=error)
-    return error_response(
+    message = (
         f"the server has no room for the files of this request; make some in {tempfile.gettempdir()}, or set TMPDIR to "
-        "another folder",
-        HTTPStatus.INSUFFICIENT_STORAGE,
+        "another folder"
     )
+    return respond(request, _error(message, HTTPStatus.INSUFFICIENT_STORAGE))
 
 
 def describe_wrong_fields(errors: Sequence[Any]) -> tuple[str, str | None]:
@@ -269,9 +306,9 @@ def _reason(found: Mapping[str, Any]) -> str:
 async def _on_recursion_error(request: Request, error: RecursionError) -> JSONResponse:
     """Only readers and writers of nested data recurse, and only clients send data that is nested so deeply."""
     logger.warning("a request was refused: nested too deeply", exc_info=error)
-    return error_response("the request is nested too deeply", HTTPStatus.BAD_REQUEST)
+    return respond(request, _error("the request is nested too deeply", HTTPStatus.BAD_REQUEST))
 
 
 async def on_unknown_error(request: Request, error: Exception) -> JSONResponse:
     """The framework raises the error again after the answer, and the web server logs it."""
-    return error_response("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return respond(request, _error("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR))

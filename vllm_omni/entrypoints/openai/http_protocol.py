@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import struct
+import termios
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -22,11 +26,11 @@ _WebSocketProtocol: Any = AutoWebSocketsProtocol
 _STATUS_LINE = b"HTTP/"
 
 
-def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
+def http_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Protocol]:
     """uvicorn's protocol, that sends an answer's headers with its beginning, and closes the connection of a client that
-    has read nothing for `send_timeout_s`."""
+    has read nothing for `send_timeout_s`, or less than `min_rate` bytes a second."""
 
-    class Protocol(_watched(_Protocol, send_timeout_s)):  # type: ignore[misc]
+    class Protocol(_watched(_Protocol, send_timeout_s, min_rate)):  # type: ignore[misc]
         access_logger: Any
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -42,11 +46,11 @@ def http_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
     return Protocol
 
 
-def web_socket_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
+def web_socket_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Protocol]:
     """uvicorn's protocol, whose messages wait until the system has all of those before, and that closes the connection
     as `http_protocol`."""
 
-    class Protocol(_watched(_WebSocketProtocol, send_timeout_s)):  # type: ignore[misc]
+    class Protocol(_watched(_WebSocketProtocol, send_timeout_s, min_rate)):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)
@@ -54,8 +58,9 @@ def web_socket_protocol(send_timeout_s: float) -> type[asyncio.Protocol]:
     return Protocol
 
 
-def _watched(base: Any, send_timeout_s: float) -> Any:
-    """One of uvicorn's protocols, that closes the connection of a client that has read nothing for so long."""
+def _watched(base: Any, send_timeout_s: float, min_rate: int) -> Any:
+    """One of uvicorn's protocols, that closes the connection of a client that reads too little of what waits for it."""
+    min_bytes = max(1, round(min_rate * send_timeout_s))
 
     class Protocol(base):
         transport: asyncio.Transport
@@ -74,16 +79,16 @@ def _watched(base: Any, send_timeout_s: float) -> Any:
             super().connection_lost(exc)
 
         def _watch(self) -> None:
-            unsent = self.transport.get_write_buffer_size()
-            self._check = self.loop.call_later(send_timeout_s, self._compare, unsent)
+            most = _unread_bytes(self.transport) - min_bytes
+            self._check = self.loop.call_later(send_timeout_s, self._compare, most)
 
-        def _compare(self, unsent: int) -> None:
-            if self.transport.get_write_buffer_size() < unsent:
+        def _compare(self, most: int) -> None:
+            if _unread_bytes(self.transport) <= most:
                 self._watch()
                 return
             logger.warning(
-                "a client (%s) has read nothing for %g s (%s): its connection is closed",
-                self.client[0] if self.client else "unknown", send_timeout_s, flag("send_timeout_s"),
+                "a client (%s) has read less than %d bytes in %g s (%s): its connection is closed",
+                self.client[0] if self.client else "unknown", min_bytes, send_timeout_s, flag("send_timeout_s"),
             )  # fmt: skip
             self.transport.abort()
 
@@ -92,6 +97,16 @@ def _watched(base: Any, send_timeout_s: float) -> Any:
                 self._check.cancel()
 
     return Protocol
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that the client's system has not taken: the transport's, and those of the system here, which takes more
+    from the transport only when a third of its own, up to megabytes, has left."""
+    num_bytes: int = transport.get_write_buffer_size()
+    with suppress(OSError):  # Not every system counts them.
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        num_bytes += struct.unpack("i", queued)[0]
+    return num_bytes
 
 
 class LateLogger:

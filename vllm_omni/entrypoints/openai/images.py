@@ -20,8 +20,6 @@ from openai.types.images_response import Usage
 from PIL import Image
 from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from starlette.datastructures import State
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -31,12 +29,13 @@ from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed, get_handler
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, NO_EFFECT, ImageUrls, MediaRequest
-from vllm_omni.entrypoints.openai.request_context import RequestContext, started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.media import encode_image
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.vllm_protocol import ErrorResponse
 
 _IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {"model": ImagesResponse, "content": {MEDIA_TYPE: {}}},
@@ -268,16 +267,14 @@ router = APIRouter(lifespan=closing_store("image"))
 
 
 @router.post("/v1/images/generations", responses=_IMAGE_RESPONSES)
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     """Images that a prompt describes."""
     return await get_handler(raw_request, "image").answer(request, raw_request)
 
 
 @router.post("/v1/images/edits", responses=_IMAGE_RESPONSES, openapi_extra=ImageEditRequest.describe_body())
-@with_cancellation
-@load_aware_call
+@model_route
 async def edit_image(
     request: Annotated[ImageEditRequest, Depends(ImageEditRequest.read)], raw_request: Request
 ) -> Response:

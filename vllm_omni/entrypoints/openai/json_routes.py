@@ -28,12 +28,16 @@ async def validated(validator: SchemaValidator, body: JsonBody) -> Any:
     Raises:
         RequestValidationError: A field is wrong.
     """
+    found: list[Any]
     try:
         if body.is_large:
             return await asyncio.to_thread(validator.validate_python, body.value)
         return validator.validate_python(body.value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
+        found = [*error.errors(include_url=False, include_input=False)]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        # Raised by validators of vLLM's that read the raw fields, if one is missing or has another type.
+        found = [{"type": "value_error", "loc": (), "msg": f"a field is missing or has a wrong type: {error}"}]
     raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that decoded media may take: of one request, and of all.
+"""The memory that decoded media may take: of one request, of those of one client, and of all.
 
 A file of kilobytes may be decoded to gigabytes. So a part of the budget is taken before it is decoded, by what its
 header says, and corrected afterwards. It is free again when the decoded media is, which is earlier than the request
@@ -24,9 +24,11 @@ _RETRY_S = 1.0
 class MediaBudget:
     """The budget of one server."""
 
-    def __init__(self, max_request_bytes: int, max_total_bytes: int) -> None:
+    def __init__(self, max_request_bytes: int, max_total_bytes: int, max_client_bytes: int | None = None) -> None:
+        """`max_client_bytes`: None: half of all."""
         self._max_request_bytes = max_request_bytes
         self._max_total_bytes = max_total_bytes
+        self._max_client_bytes = max_client_bytes or max(max_total_bytes // 2, max_request_bytes)
         self._lock = threading.Lock()
         # Media may be freed at any moment, on any thread: that is one `pop`, without the lock.
         self._taken: dict[MediaShare, int] = {}
@@ -40,7 +42,7 @@ class MediaBudget:
 
         Raises:
             VLLMValidationError: The request has more than one may have.
-            PipelineFullError: All requests would have more; the share is as before.
+            PipelineFullError: All requests, or the client's, would have more; the share is as before.
         """
         with self._lock:
             share.context.num_decoded_bytes += num_bytes - share.num_request_bytes
@@ -50,21 +52,29 @@ class MediaBudget:
                     f"the media of this request would take more than {self._max_request_bytes} bytes when they are "
                     f"decoded ({flag('max_decoded_bytes')}); send fewer or smaller images, or shorter videos"
                 )
-        if not self._try_take(share, num_bytes):
+        if self._try_take(share, num_bytes):
             gc.collect()  # Media in a cycle, such as that of an error with its frames.
-            if not self._try_take(share, num_bytes):
-                raise PipelineFullError(
-                    f"the decoded media of all requests would take more than {self._max_total_bytes} bytes "
-                    f"({flag('max_total_decoded_bytes')}); try again later",
-                    _RETRY_S,
-                )
+            if full := self._try_take(share, num_bytes):
+                raise PipelineFullError(f"the decoded media of {full}; try again later", _RETRY_S)
 
-    def _try_take(self, share: "MediaShare", num_bytes: int) -> bool:
+    def _try_take(self, share: "MediaShare", num_bytes: int) -> str:
+        """Takes it, or returns whose limit has been reached."""
+        client = share.context.client
         with self._lock:
-            if self.taken_bytes - self._taken.get(share, 0) + num_bytes > self._max_total_bytes:
-                return False
+            taken = [(other.context.client, size) for other, size in list(self._taken.items()) if other is not share]
+            if sum(size for _, size in taken) + num_bytes > self._max_total_bytes:
+                return (
+                    f"all requests would take more than {self._max_total_bytes} bytes "
+                    f"({flag('max_total_decoded_bytes')})"
+                )
+            own = sum(size for other, size in taken if other == client)
+            if client and own + num_bytes > self._max_client_bytes:
+                return (
+                    f"your requests would take more than {self._max_client_bytes} bytes "
+                    f"({flag('max_client_decoded_bytes')})"
+                )
             self._taken[share] = num_bytes
-            return True
+            return ""
 
     def release(self, share: "MediaShare") -> None:
         self._taken.pop(share, None)

@@ -16,7 +16,6 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
-from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
@@ -103,11 +102,11 @@ class DiffusionEndpoint(MediaEndpoint):
 
     def __init__(self, state: State, client: OmniEngineClient, stage: OmniStageConfig, args: Namespace) -> None:
         super().__init__(state, client, stage, args)
-        self.info = load_info(stage, args.model) if stage.kind == "DiT" else None
+        self.info: PipelineInfo | None = stage.kind.load_pipeline_info(args.model)
 
     @property
     def model_names(self) -> list[str]:
-        """Those of the model and of its adapters."""
+        """The names of the model and of its adapters."""
         return [*super().model_names, *self._models.lora_requests]
 
     @property
@@ -211,11 +210,6 @@ class DiffusionEndpoint(MediaEndpoint):
                 have = f"have no {name}; they have {', '.join(sorted(known))}" if known else "have no settings"
                 raise VLLMValidationError(f"this model's {self.makes}s {have}", parameter=name)
         return given
-
-
-def load_info(stage: OmniStageConfig, model: str) -> PipelineInfo:
-    """The diffusers pipeline of a stage; `model` is that of `vllm serve`."""
-    return PipelineInfo.load(stage.checkpoint(model), parse_dit_config(stage.dit_engine_args, stage.name))
 
 
 def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:

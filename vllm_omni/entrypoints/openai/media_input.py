@@ -109,8 +109,8 @@ _CONTAINER_NAMES = "WAV, MP3, FLAC, Ogg, AAC, MP4, WebM, Matroska, AVI, QuickTim
 def install(args: argparse.Namespace) -> None:
     """Registers our connector with vLLM, at the program's start. A connector that the user chose stays."""
     connection = GuardedHTTPConnection(AddressGuard(args.allowed_media_domains or ()))
-    limits = limits_from(args, RequestLimits)
-    budget = MediaBudget(limits.max_decoded_bytes, limits_from(args, ServerLimits).max_total_decoded_bytes)
+    limits, server = limits_from(args, RequestLimits), limits_from(args, ServerLimits)
+    budget = MediaBudget(limits.max_decoded_bytes, server.max_total_decoded_bytes, server.max_client_decoded_bytes)
     make = partial(OmniMediaConnector, connection=connection, limits=limits, budget=budget)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR_NAME)(make)
     chosen = os.environ.setdefault("VLLM_MEDIA_CONNECTOR", CONNECTOR_NAME)
@@ -138,6 +138,8 @@ class OmniMediaConnector(MediaConnector):
             return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
+            if (file := RequestContext.current().kept_files.get(url)) is not None:
+                return await asyncio.to_thread(guarded.load_bytes, file)
             return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
 
     def _load_data_url(self, url: str, media_io: MediaIO[Any]) -> Any:

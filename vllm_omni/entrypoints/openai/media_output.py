@@ -57,7 +57,7 @@ def as_image_file(image: Any, file_format: str) -> bytes:
 
 
 def as_video_files(output: OmniRequestOutput) -> list[bytes]:
-    """Its videos: files as they are, all others as MP4 files with their sound, if there is one."""
+    """The videos of an output: files as they are, all others as MP4 files with their sound, if there is one."""
     sounds = output.multimodal_output.get("audio", ())
     return [
         _as_video_file(video, output.fps, sound, output.sample_rate)

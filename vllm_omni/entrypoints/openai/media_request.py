@@ -210,16 +210,22 @@ class MediaFetcher:
         self._client.check_admission()
         if len(urls) > MAX_IMAGES:
             raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
-        return [await self._image(url, parameter) for url in urls]
+        images = [await self._image(url, parameter) for url in urls]
+        return [image.media if isinstance(image, MediaWithBytes) else image for image in images]
 
-    async def _image(self, url: str, parameter: str) -> Image.Image:
+    async def image_file(self, url: str, parameter: str) -> bytes | None:
+        """The file of one image, which can be read; None if a connector that is not ours has not kept it."""
+        self._client.check_admission()
+        image = await self._image(url, parameter)
+        return image.original_bytes if isinstance(image, MediaWithBytes) else None
+
+    async def _image(self, url: str, parameter: str) -> Any:
         try:
-            image: Any = await self._connector.fetch_image_async(url)  # vLLM declares an `Image` only.
+            return await self._connector.fetch_image_async(url)  # vLLM declares an `Image` only.
         except VLLMClientError:
             raise
         except (ValueError, NotImplementedError, Image.DecompressionBombError) as error:
             raise VLLMValidationError(f"{parameter}: {error}", parameter=parameter) from error
-        return image.media if isinstance(image, MediaWithBytes) else image
 
     async def sound(self, url: str, parameter: str) -> tuple[np.ndarray, float]:
         """The sound at an address, or in a data URI: float32 `[samples]` in [-1, 1], channels averaged, and its samples

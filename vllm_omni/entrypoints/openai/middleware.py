@@ -60,7 +60,7 @@ EXPOSED_HEADERS = (
 
 COLLECT_AFTER_BYTES = 64 * MIB
 
-BODY_PATIENCE_S = 30.0
+BODY_TIMEOUT_S = 30.0
 """How long a body may be slower than its lowest rate."""
 
 _PIECE_BYTES = 1 << 16
@@ -115,6 +115,7 @@ class ContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = scope[SCOPE_KEY] = RequestContext.start()
+        context.address = (scope.get("client") or ("",))[0]
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -239,9 +240,9 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        client = scope[SCOPE_KEY].owner or (scope.get("client") or ("",))[0]
+        client = scope[SCOPE_KEY].client
         with self._counting(client) as count:
-            receive = self._counted(PatientReceive(receive, self._min_rate), count)
+            receive = self._counted(SlowBodyGuard(receive, self._min_rate), count)
             try:
                 self._check_headers(headers, client)
                 if _is_json(headers) or (scope["method"] in _WITH_BODY and "content-type" not in headers):
@@ -342,8 +343,8 @@ class BodyMiddleware:
             raise _try_later(self._no_share)
 
 
-class PatientReceive:
-    """A `receive` that raises when a body comes more slowly than `min_rate` bytes a second for `BODY_PATIENCE_S`.
+class SlowBodyGuard:
+    """A `receive` that raises when a body comes more slowly than `min_rate` bytes a second for `BODY_TIMEOUT_S`.
 
     Only the time counts in which the application waits for the client.
     """
@@ -351,7 +352,7 @@ class PatientReceive:
     def __init__(self, receive: Receive, min_rate: int) -> None:
         self._receive = receive
         self._min_rate = min_rate
-        self._left_s = BODY_PATIENCE_S
+        self._left_s = BODY_TIMEOUT_S
         self._is_complete = False
 
     async def __call__(self) -> Message:
@@ -367,12 +368,12 @@ class PatientReceive:
         except TimeoutError:
             raise HTTPException(
                 HTTPStatus.REQUEST_TIMEOUT,
-                f"the body came more slowly than {self._min_rate} bytes a second for {BODY_PATIENCE_S:g} s; send it "
+                f"the body came more slowly than {self._min_rate} bytes a second for {BODY_TIMEOUT_S:g} s; send it "
                 f"faster, or lower {flag('min_body_rate')}",
                 {"Connection": "close"},
             ) from None
         gained_s = len(message.get("body", b"")) / self._min_rate
-        self._left_s = min(self._left_s - (time.monotonic() - start) + gained_s, BODY_PATIENCE_S)
+        self._left_s = min(self._left_s - (time.monotonic() - start) + gained_s, BODY_TIMEOUT_S)
         self._is_complete = not message.get("more_body", False)
         return message
 

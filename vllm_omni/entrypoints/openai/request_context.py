@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from starlette.requests import HTTPConnection
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.json_body import JsonBody
@@ -64,9 +65,11 @@ class RequestContext:
     Attributes:
         json: The body, if it is JSON, until the endpoint takes it.
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
+        address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
+        kept_files: The files of its images that were fetched, likewise.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
@@ -82,14 +85,16 @@ class RequestContext:
 
     json: JsonBody | None = None
     owner: bytes = b""
+    address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
+    kept_files: Mapping[str, bytes] = field(default_factory=dict)
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None
     reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
-    outputs: list[Peekable[Any]] = field(default_factory=list)
+    outputs: list[PrefetchedStream[Any]] = field(default_factory=list)
     shows_text_end: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
@@ -98,11 +103,20 @@ class RequestContext:
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod
-    def start(cls) -> RequestContext:
-        """Makes the context of a new HTTP request, for the current task and those that it creates."""
-        context = cls()
+    def start(cls, client: RequestContext | None = None) -> RequestContext:
+        """Makes the context of a new HTTP request, for the current task and those that it creates.
+
+        Args:
+            client: Of an earlier request, whose client sends this one, too.
+        """
+        context = cls() if client is None else cls(owner=client.owner, address=client.address)
         _current.set(context)
         return context
+
+    @property
+    def client(self) -> bytes | str:
+        """Whose limits count for it: its owner, or its address where there are no keys."""
+        return self.owner or self.address
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> RequestContext:
@@ -121,7 +135,7 @@ class RequestContext:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While this block sends the answer, the request holds a slot of the pipeline, see `hold`."""
+        """While this block sends the answer, the request holds a slot of the pipeline, see `release_when_sent`."""
         self._release = _nothing
         try:
             yield
@@ -141,7 +155,7 @@ class RequestContext:
         place, self.place = self.place, None
         return place
 
-    def hold(self, release: Callable[[], None]) -> None:
+    def release_when_sent(self, release: Callable[[], None]) -> None:
         """Has a slot of the pipeline released when the answer has been sent, or at once if there is none to send.
 
         One slot is enough for one answer: another one that was held before is released.
@@ -181,11 +195,6 @@ class RequestContext:
             await outputs.aclose()
 
 
-def client_of(connection: HTTPConnection) -> bytes | str:
-    """Whose limits count for a request: its owner, or its address where there are no keys."""
-    return RequestContext.of(connection).owner or (connection.client.host if connection.client else "")
-
-
 def _nothing() -> None:
     pass
 
@@ -193,7 +202,7 @@ def _nothing() -> None:
 _current: ContextVar[RequestContext] = ContextVar("request_context")
 
 
-class Peekable(AsyncGenerator[Item, None], Generic[Item]):
+class PrefetchedStream(AsyncGenerator[Item, None], Generic[Item]):
     """An async generator whose first item can be awaited before it is read. Closing it closes the generator."""
 
     def __init__(self, items: AsyncGenerator[Item, None]) -> None:
@@ -222,8 +231,14 @@ class Peekable(AsyncGenerator[Item, None], Generic[Item]):
         await self._items.aclose()
 
 
-async def started(items: AsyncGenerator[Item, None]) -> Peekable[Item]:
+async def started(items: AsyncGenerator[Item, None]) -> PrefetchedStream[Item]:
     """Returns these items as soon as there is a first one: errors before it have an HTTP status."""
-    peekable = Peekable(items)
-    await peekable.peek()
-    return peekable
+    stream = PrefetchedStream(items)
+    await stream.peek()
+    return stream
+
+
+def model_route(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """What vLLM's own routes of models have: a request is counted as load, and ends when its client disconnects. Its
+    body has been read before."""
+    return with_cancellation(load_aware_call(handler))

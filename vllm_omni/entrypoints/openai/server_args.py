@@ -7,10 +7,10 @@
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from vllm_omni.entrypoints.cli_args import add_cli_args, parse_json_object
+from vllm_omni.entrypoints.cli_args import add_cli_args, byte_size, parse_json_object
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -72,7 +72,8 @@ class RequestLimits:
     or EBNF."""
 
     min_body_rate: int = 1024
-    """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408."""
+    """Bytes a second of a request's body; one that comes more slowly for 30 seconds is answered with 408. Also of an
+    answer, or of a realtime session, that waits for its client; see --send-timeout-s."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,21 @@ class ServerLimits:
     429. At least --max-request-bytes."""
 
     max_client_request_bytes: int | None = None
-    """The same for one API key, or, on a server without keys, for one address; not less than --max-request-bytes.
-    Default: half of --max-total-request-bytes."""
+    """Bytes of the bodies of one API key's requests, or, on a server without keys, of one address's, that have not been
+    answered in full; requests beyond that are answered with 429. At least --max-request-bytes. Default: half of
+    --max-total-request-bytes."""
 
     max_total_decoded_bytes: int = 4 * GIB
-    """The same as --max-decoded-bytes for all requests whose prompts are being made; a request beyond that is answered
-    with 429. At least --max-decoded-bytes."""
+    """Bytes of decoded media, counted as for --max-decoded-bytes, of all requests whose prompts are being made; a
+    request beyond that is answered with 429. At least --max-decoded-bytes."""
+
+    max_client_decoded_bytes: int | None = None
+    """Bytes of decoded media of the requests of one API key or, without keys, address. At least --max-decoded-bytes;
+    default: half of --max-total-decoded-bytes."""
 
     send_timeout_s: float = 60.0
-    """Seconds after which the connection of a client that reads nothing of its answer, or a realtime session whose
-    client does not take an event, is closed."""
+    """Seconds after which the connection of a client that reads its answer more slowly than --min-body-rate, or a
+    realtime session whose client does not take an event, is closed."""
 
     video_dir: str | None = None
     """Existing directory for the files of generated videos, and of images that are answered as URLs. Default: the
@@ -106,8 +112,8 @@ class ServerLimits:
     """Bytes of files of generated videos that are kept for each API key; for a new one its oldest are removed."""
 
     max_total_stored_video_bytes: int = 32 * GIB
-    """The same for all keys together: beyond it a key's own oldest are removed for a new one; if that is not enough
-    the video fails."""
+    """Bytes of files of generated videos that are kept for all API keys together: beyond it a key's own oldest are
+    removed for a new one; if that is not enough the video fails."""
 
     video_expires_after_s: float = 3600.0
     """Seconds that a video job and its file are kept after it has ended."""
@@ -116,14 +122,14 @@ class ServerLimits:
     """Files of images answered as URLs that are kept for each API key; for new ones its oldest are removed."""
 
     max_stored_image_bytes: int = GIB
-    """Bytes of such files that are kept for each API key; for new ones its oldest are removed."""
+    """Bytes of files of images answered as URLs that are kept for each API key; for new ones its oldest are removed."""
 
     max_total_stored_image_bytes: int = 4 * GIB
-    """The same for all keys together: beyond it a key's own oldest are removed for new ones; if that is not enough
-    the answer is 507."""
+    """Bytes of files of images answered as URLs that are kept for all API keys together: beyond it a key's own oldest
+    are removed for new ones; if that is not enough the answer is 507."""
 
     image_expires_after_s: float = 3600.0
-    """Seconds that such a file is kept."""
+    """Seconds that the file of an image answered as a URL is kept."""
 
     max_stored_voices: int = 100
     """Uploaded voices that are kept for each API key."""
@@ -132,7 +138,8 @@ class ServerLimits:
     """Bytes of decoded recordings of uploaded voices that are kept, in memory, for each API key."""
 
     max_total_stored_voice_bytes: int = GIB
-    """The same for all keys together; an upload beyond it is answered with 507."""
+    """Bytes of decoded recordings of uploaded voices that are kept, in memory, for all API keys together; an upload
+    beyond it is answered with 507."""
 
     voice_expires_after_s: float = 24 * 3600.0
     """Seconds that an uploaded voice is kept."""
@@ -146,7 +153,7 @@ class RealtimeLimits:
     """Realtime sessions at once; a further one is answered with 429."""
 
     max_client_realtime_sessions: int | None = None
-    """The same for one API key, or, on a server without keys, for one address. Default: half of
+    """Realtime sessions at once of one API key, or, on a server without keys, of one address. Default: half of
     --max-realtime-sessions."""
 
     max_realtime_message_bytes: int = 24 * MIB
@@ -192,9 +199,13 @@ class ApiOptions:
     transcriptions, dall-e-2, dall-e-3, gpt-image-1 and gpt-image-2.5-flare for images. A name of --served-model-name
     wins."""
 
+    api_key_file: str | None = None
+    """A file of keys, one on each line, such as a secret of Docker or systemd: further keys beside those of --api-key,
+    which are in the list of processes. Either wins over VLLM_API_KEY."""
+
     public_lists: bool = False
     """Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none there,
-    such as Open WebUI. Every other path needs a key of --api-key as before."""
+    such as Open WebUI. Every other path needs a key as before."""
 
     playground: bool = False
     """Serve a page to try the model in a browser, at /playground. It needs the extra `ui`."""
@@ -210,7 +221,7 @@ Limits = TypeVar("Limits", RequestLimits, ServerLimits, RealtimeLimits)
 def add_limit_arguments(group: argparse._ActionsContainer) -> None:
     """Adds a flag for each limit; its default is that of one of the classes above."""
     for limits in (RequestLimits, ServerLimits, RealtimeLimits):
-        add_cli_args(group, limits, types={each.name: _PARSERS[each.type] for each in fields(limits)})
+        add_cli_args(group, limits, types={each.name: _parser_of(each) for each in fields(limits)})
 
 
 def add_api_arguments(group: argparse._ActionsContainer) -> None:
@@ -234,6 +245,7 @@ def check_limits(args: argparse.Namespace) -> None:
         ("max_total_request_bytes", "max_request_bytes"),
         ("max_client_request_bytes", "max_request_bytes"),
         ("max_total_decoded_bytes", "max_decoded_bytes"),
+        ("max_client_decoded_bytes", "max_decoded_bytes"),
     ):
         value, largest = getattr(of_all, name), getattr(of_one, smaller)
         if value is not None and value < largest:
@@ -248,8 +260,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _parser_of(limit: Field[Any]) -> Callable[[str], Any]:
+    return _positive_bytes if limit.name.endswith("_bytes") else _PARSERS[limit.type]
+
+
 def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
+    return _at_least_1(int(text), text)
+
+
+def _positive_bytes(text: str) -> int:
+    return _at_least_1(byte_size(text), text)
+
+
+def _at_least_1(value: int, text: str) -> int:
+    if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return value
 

@@ -34,9 +34,10 @@ from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, ServerLimits, limits_from
+from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, RequestLimits, ServerLimits, limits_from
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
-from vllm_omni.orchestrator.fork_server import ForkServer
+from vllm_omni.metrics.status_line import clear_line
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -52,6 +53,8 @@ _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 UNSENT_BYTES = 1 << 17
+
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 _EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -100,37 +103,42 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     app = await build_omni_app(client, args)
     log_warnings()
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
-    for name, url in _pages(address, args):
+    for name, url in pages(args):
         logger.info("%-10s  %s", name, url)
     log_config = get_uvicorn_log_config(args)
+    watch = (limits_from(args, ServerLimits).send_timeout_s, limits_from(args, RequestLimits).min_body_rate)
     options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
     options |= {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
-        http=http_protocol(limits_from(args, ServerLimits).send_timeout_s),
+        http=http_protocol(*watch),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=_FLUSH_S,
-        ws=web_socket_protocol(limits_from(args, ServerLimits).send_timeout_s),
+        ws=web_socket_protocol(*watch),
         ws_max_size=limits_from(args, RealtimeLimits).max_realtime_message_bytes,
         **options,
     )
     await shutdown
 
 
-def _pages(address: str, args: Namespace) -> Iterator[tuple[str, str]]:
-    """What a user of this machine opens."""
+def pages(args: Namespace) -> Iterator[tuple[str, str]]:
+    """What a user of this machine opens, and where. Without `--root-path`: that is where a proxy has it."""
     if args.uds:
         return
-    url = address.replace("0.0.0.0", "localhost").replace("[::]", "localhost")
+    host = "localhost" if args.host in (None, "", *_ALL_ADDRESSES) else args.host
+    url = f"{_scheme(args)}://{f'[{host}]' if ':' in host else host}:{args.port}"
     yield "API", f"{url}/v1"
-    if args.playground:
-        yield "playground", f"{url}{PLAYGROUND_PATH.rstrip('/')}"
+    yield "playground", f"{url}{PLAYGROUND_PATH.rstrip('/')}" if args.playground else "not served; add --playground"
     if not args.disable_fastapi_docs:
         yield "docs", f"{url}/docs"
+
+
+def _scheme(args: Namespace) -> str:
+    return "https" if args.ssl_certfile else "http"  # Its file may have the key, too.
 
 
 def return_large_blocks() -> None:
@@ -184,6 +192,7 @@ class StartSignals:
             return
         logger.error("%s: the start is interrupted", signal.Signals(number).name)
         self._close()
+        clear_line(sys.stdout)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(_EXIT_CODE)
@@ -212,6 +221,7 @@ def listening(args: Namespace) -> Iterator[tuple[str, socket.socket]]:
                     if os.path.samestat(os.stat(args.uds), bound):  # It may be another server's by now.
                         os.unlink(args.uds)
             return
+        address = f"{_scheme(args)}:{address.partition(':')[2]}"
         if args.port == 0:
             args.port = listener.getsockname()[1]
             address = f"{address.removesuffix(':0')}:{args.port}"

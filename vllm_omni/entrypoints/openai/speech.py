@@ -19,8 +19,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -37,7 +35,7 @@ from vllm_omni.entrypoints.openai.http_errors import (
 )
 from vllm_omni.entrypoints.openai.media_endpoint import MediaEndpoint, get_handler
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, finish_reason_of, to_base64
-from vllm_omni.entrypoints.openai.request_context import RequestContext, started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag, limits_from
 from vllm_omni.entrypoints.openai.speech_file import SpeechFile
 from vllm_omni.entrypoints.openai.speech_request import (
@@ -56,6 +54,7 @@ from vllm_omni.errors import OmniError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.outputs import OmniRequestOutput
+from vllm_omni.vllm_protocol import ErrorInfo
 
 router = APIRouter()
 
@@ -282,8 +281,7 @@ def _as_item(index: int, result: BatchItem | BaseException) -> BatchItem:
 
 
 @router.post("/v1/audio/speech", responses=RESPONSES, openapi_extra=SpeechRequest.describe_body())
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_speech(
     request: Annotated[SpeechRequest, Depends(SpeechRequest.read)], raw_request: Request
 ) -> Response:
@@ -295,8 +293,7 @@ async def create_speech(
     "/v1/audio/speech/batch",
     responses={HTTPStatus.OK.value: {"model": SpeechBatch}, **describe_errors(HTTPStatus.INTERNAL_SERVER_ERROR)},
 )
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_speech_batch(request: SpeechBatchRequest, raw_request: Request) -> Response:
     """The speech of several texts, which are spoken at the same time."""
     return await get_handler(raw_request, "audio").create_batch(request, raw_request)

@@ -44,7 +44,7 @@ class SpeechFile:
             request: Has the file's format, sample rate and volume.
             speed: Factor of the audio's speed.
         """
-        self.is_streamed = stream and stage.kind != "DiT"
+        self.is_streamed = stream and stage.kind.streams_output
         self._stage = stage
         self._request = request
         self._speed = speed

@@ -46,7 +46,7 @@ class ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class LateResponse(StreamingResponse):
+class DeferredResponse(StreamingResponse):
     """Begins when each of its requests to the engine has an output: an error before it has an HTTP status.
 
     All else is ready by then, so that the first token does not wait for it.
@@ -59,12 +59,12 @@ class LateResponse(StreamingResponse):
         await super().stream_response(send)
 
 
-def late(response: Response, context: RequestContext) -> Response:
-    """Makes a streamed answer of vLLM's a `LateResponse`."""
+def defer_headers(response: Response, context: RequestContext) -> Response:
+    """Makes a streamed answer of vLLM's a `DeferredResponse`."""
     if isinstance(response, StreamingResponse):
         response.headers.update(STREAM_HEADERS)
-        response.__class__ = LateResponse
-        assert isinstance(response, LateResponse)
+        response.__class__ = DeferredResponse
+        assert isinstance(response, DeferredResponse)
         response.context = context
     return response
 

@@ -14,7 +14,6 @@ from vllm_omni.config.utils import convert, nearest, split_error
 from vllm_omni.diffusion.request_settings import check_values
 from vllm_omni.entrypoints.openai.media_output import FILE_FORMATS
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
-from vllm_omni.function_stage import load_function_stage
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 # Without those that configure the engine (`extra_args`, `output_kind`, ...).
@@ -35,6 +34,8 @@ SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if n
 """The settings of a diffusion model that a request may set. Endpoints with previews set `preview_every`. `extra_args`,
 further arguments of the pipeline, have no limits that could be checked: only the stage's `default_sampling_params` set
 them."""
+
+_KNOWN = {"sampling": SAMPLING_FIELDS, "diffusion": frozenset({*SETTINGS, "extra_body"})}
 
 ADAPTER_SETTINGS = ("lora", "lora_scale")
 """Further settings where a request may name one of the server's LoRA adapters."""
@@ -76,21 +77,20 @@ def explicit_fields(request: BaseModel) -> frozenset[str]:
 def _read_entry(entry: Mapping[str, Any] | None, stage: OmniStageConfig, index: int) -> Mapping[str, Any] | None:
     if not entry:
         return None
-    if load_function_stage(stage) is not None:
-        return entry  # `RequestBuilder` checks it.
-    is_diffusion = stage.kind == "DiT"
-    if not (is_diffusion or stage.runs_vllm):
+    known = _KNOWN.get(stage.kind.params or "")
+    if known is None:
+        if stage.kind.load_parameters() is not None:
+            return entry  # `RequestBuilder` checks it.
         raise VLLMValidationError(
             f"stage {stage.name!r} does not sample; give it null", parameter=f"sampling_params_list[{index}]"
         )
-    known = {*SETTINGS, "extra_body"} if is_diffusion else SAMPLING_FIELDS
     for name in entry:
         if name not in known:
             raise VLLMValidationError(
                 f"unknown sampling parameter {name!r} for stage {stage.name!r}{nearest(name, known)}",
                 parameter=f"sampling_params_list[{index}].{name}",
             )
-    return diffusion_settings(entry) if is_diffusion else entry
+    return diffusion_settings(entry) if stage.kind.params == "diffusion" else entry
 
 
 def check_grammar(params: Any, limits: RequestLimits) -> None:

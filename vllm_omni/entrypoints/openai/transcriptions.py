@@ -26,9 +26,6 @@ from openai.types.audio.transcription import Transcription, UsageDuration, Usage
 from openai.types.audio.transcription_verbose import Usage as VerboseUsage
 from starlette.datastructures import State
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
@@ -40,7 +37,7 @@ from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
 from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, to_base64
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.request_context import RequestContext, started
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Data, Line, sse_line, sse_response
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
@@ -48,6 +45,7 @@ from vllm_omni.entrypoints.openai.transcription_request import (
     TimedTranscriptionRequest,
     TranscriptionRequest,
 )
+from vllm_omni.vllm_protocol import ChatCompletionResponse, ErrorResponse, UsageInfo
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     HTTPStatus.OK.value: {"model": Transcription, "content": {"text/plain": {}, MEDIA_TYPE: {}}},
@@ -258,8 +256,7 @@ _BODY = TimedTranscriptionRequest.describe_body()
 
 
 @router.post("/v1/audio/transcriptions", responses=RESPONSES, openapi_extra=_BODY)
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_transcription(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:
@@ -268,8 +265,7 @@ async def create_transcription(
 
 
 @router.post("/v1/audio/translations", responses=RESPONSES, openapi_extra=_BODY)
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_translation(
     request: Annotated[SoundRequest, Depends(_sound_request)], raw_request: Request
 ) -> Response:

@@ -19,8 +19,6 @@ from openai.types import VideoDeleteResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -30,11 +28,12 @@ from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError,
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
 from vllm_omni.entrypoints.openai.media_request import ImageUrls, MediaRequest, Prompt
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
 from vllm_omni.errors import OmniError
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
+from vllm_omni.vllm_protocol import ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -283,16 +282,14 @@ router = APIRouter(lifespan=closing_store("video"))
 
 
 @router.post("/v1/videos", responses=FORM_ERRORS, openapi_extra=VideoRequest.describe_body())
-@with_cancellation
-@load_aware_call
+@model_route
 async def create_video(request: Annotated[VideoRequest, Depends(VideoRequest.read)], raw_request: Request) -> Video:
     """Starts a video of a prompt, and of an image if there is one. Poll it until its status is completed."""
     return await _handler(raw_request).create(request, raw_request)
 
 
 @router.post("/v1/videos/{video_id}/remix", responses=FORM_ERRORS)
-@with_cancellation
-@load_aware_call
+@model_route
 async def remix_video(video_id: VideoId, raw_request: Request, request: RemixRequest) -> Video:
     """Starts a video with the settings and the seed of one that is completed, and another prompt."""
     return await _handler(raw_request).remix(video_id, request.prompt, raw_request)

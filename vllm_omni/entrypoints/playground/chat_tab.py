@@ -2,22 +2,28 @@
 """The tab for a conversation: text, pictures, sound, video and the microphone in; all outputs as they are made."""
 
 import base64
+import operator
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import gradio as gr
 from gradio.processing_utils import save_bytes_to_cache
+from gradio.utils import get_upload_folder
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server, data_uri, kind_of
-from vllm_omni.entrypoints.playground.live_sound import FORMAT, LiveSound, LiveSounds, player
+from vllm_omni.entrypoints.playground.examples import questions
+from vllm_omni.entrypoints.playground.live_sound import FORMAT, LiveSound, LiveSounds, make_player, player
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
+from vllm_omni.entrypoints.playground.stop_button import DISABLED, SILENT, connect_stop, enable_at
 
+STOPPED = "*Stopped.*"
 _PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
 @dataclass
-class Conversation:
+class ChatState:
     """One visitor's.
 
     Attributes:
@@ -29,8 +35,12 @@ class Conversation:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)
-    answer: "_Answer | None" = None
+    answer: "ChatAnswer | None" = None
     last_id: str = ""
+
+    @property
+    def is_answering(self) -> bool:
+        return self.answer is not None and not self.answer.is_complete
 
     def show(self, role: str, content: Any) -> dict[str, Any]:
         entry = {"role": role, "content": content}
@@ -51,20 +61,22 @@ class Conversation:
 
 
 @dataclass
-class _Answer:
+class ChatAnswer:
     """One answer, while it arrives.
 
     Attributes:
         cache: The folder of Gradio's files.
-        sound: Its speech, from the first of it.
+        sound: Its speech, from the first of it, until it is shown in the chat.
         is_complete: Whether all has arrived, or nothing more will.
+        started: When it was requested, in `time.monotonic()` seconds.
     """
 
-    conversation: Conversation
+    conversation: ChatState
     sounds: LiveSounds
     cache: str
     sound: LiveSound | None = None
     is_complete: bool = False
+    started: float = field(default_factory=time.monotonic)
     _text: dict[str, Any] | None = None
     _transcript: str = ""
 
@@ -87,12 +99,13 @@ class _Answer:
                 self._show_file(data, suffix)
 
     def stop(self) -> None:
-        """Ends it. What has arrived of one that is not complete is kept; of nothing the turn is taken back."""
+        """Ends it, and marks it unless it is complete. What has arrived is kept; of nothing the turn is taken back."""
         if self.sound is not None:
             self.sound.finish()
         if self.is_complete:
             return
         self.is_complete = True
+        self.conversation.show("assistant", STOPPED)
         if self.text:
             self.conversation.messages.append({"role": "assistant", "content": self.text})
         else:
@@ -110,11 +123,15 @@ class _Answer:
     def finish(self) -> None:
         """Shows what can be shown only when all has arrived, and keeps the answer for later turns."""
         self.is_complete = True
-        if self.sound is not None:
-            self._show_file(self.sound.data, FORMAT)
         if not self.text and self._transcript:  # with text, the same comes as content
             self._add_text(self._transcript)
         self.conversation.messages.append({"role": "assistant", "content": self.text})
+
+    def show_sound(self) -> None:
+        """Shows what has arrived of its speech in the chat, where no player has it any more."""
+        if self.sound is not None:
+            self._show_file(self.sound.data, FORMAT)
+            self.sound = None
 
     def _show_file(self, data: bytes, suffix: str) -> None:
         self.conversation.show("assistant", {"path": save_bytes_to_cache(data, f"answer.{suffix}", self.cache)})
@@ -123,38 +140,50 @@ class _Answer:
 class ChatTab:
     """
     Attributes:
-        conversation: The state that has the visitor's `Conversation`.
+        conversation: The state that has the visitor's `ChatState`.
     """
 
     def __init__(self, server: Server, description: Description, sounds: LiveSounds) -> None:
         """Adds the components to the page."""
         self._server, self._description, self._sounds = server, description, sounds
-        self.conversation = gr.State(Conversation())
-        self._chat = gr.Chatbot(label=description.model, height="60vh", elem_id="chat", buttons=["copy"])
-        self._player = gr.HTML(elem_id="chat-player")
+        self.conversation = gr.State(ChatState())
+        self._chat = gr.Chatbot(
+            label="Chat",
+            height="55vh",
+            elem_id="chat",
+            buttons=["copy"],
+            examples=questions(description, get_upload_folder()),
+        )
+        self._player = make_player("chat-player")
         self._box = self._make_box()
         with gr.Row():
-            stop = gr.Button("Stop", elem_id="chat-stop", min_width=80)
-            clear = gr.Button("New conversation", elem_id="chat-clear", min_width=80)
+            stop = gr.Button("Stop", interactive=False, elem_id="chat-stop", min_width=80, size="md")
+            clear = gr.Button("New chat", elem_id="chat-clear", min_width=80, size="md")
         with gr.Accordion("Settings", open=False):
             settings = self._make_settings()
-        shown = [self._chat, self._player, self._box]
-        # Its progress is its answer.
-        sending = self._box.submit(
-            self._respond,
-            [self._box, self.conversation, *settings],
-            shown,
-            show_progress="hidden",
-            api_visibility="private",
-            trigger_mode="multiple",  # A message that is sent while an answer arrives ends that; else it would be lost.
-        )
-        stop.click(lambda: "", None, self._player, cancels=[sending], api_visibility="private", queue=False)
+        request: dict[str, Any] = {
+            "fn": self._respond,
+            "inputs": [self._box, self.conversation, *settings],
+            "outputs": [self._chat, self._player, self._box],
+            **SILENT,  # Its progress is its answer.
+        }
+        enable_at(stop, [self._box.submit, self._chat.example_select])
+        # A message that is sent while an answer arrives ends that; else it would be lost.
+        sending = self._box.submit(**request, trigger_mode="multiple")
+        example = self._chat.example_select(_read_example, None, self._box, api_visibility="private")
+        running = [sending, example.success(**request)]
+        heard = [self._chat, self._player]
+        is_running = operator.attrgetter("is_answering")
+        connect_stop(stop, running, _stop, heard, [self.conversation], is_running)
+        for one in running:  # What a browser has not yet shown of a stopped answer would replace the mark.
+            one.then(operator.attrgetter("shown"), self.conversation, self._chat, **SILENT)
+        self._player.stop(_show_heard, self.conversation, heard, **SILENT)
         gr.on(
             [clear.click, self._chat.clear],
-            lambda: (Conversation(), [], ""),
+            lambda: (ChatState(), [], "", DISABLED),
             None,
-            [self.conversation, self._chat, self._player],
-            cancels=[sending],
+            [self.conversation, *heard, stop],
+            cancels=running,
             api_visibility="private",
         )
 
@@ -164,10 +193,9 @@ class ChatTab:
         sources: Any = (["upload"] if kinds else []) + (["microphone"] if hears else [])
         return gr.MultimodalTextbox(
             show_label=False,
-            placeholder="Write a message" + (", or speak" if hears else ""),
+            placeholder="Write or speak" if hears else "Write a message",
             sources=sources,
-            file_types=kinds,
-            file_count="multiple",
+            file_count="multiple",  # Of any type: Gradio would refuse a file, and send the message without it.
             elem_id="chat-box",
         )
 
@@ -189,7 +217,7 @@ class ChatTab:
     async def _respond(
         self,
         message: dict[str, Any],
-        conversation: Conversation,
+        conversation: ChatState,
         outputs: list[str],
         voice: str,
         system: str,
@@ -207,8 +235,9 @@ class ChatTab:
         changed = self._sampling.as_list(sampling)
         if conversation.answer is not None:
             conversation.answer.stop()
+            conversation.answer.show_sound()
         conversation.ask(text, files)
-        answer = conversation.answer = _Answer(conversation, self._sounds, self._chat.GRADIO_CACHE)
+        answer = conversation.answer = ChatAnswer(conversation, self._sounds, self._chat.GRADIO_CACHE)
         request = self._request(conversation, outputs, voice, system, use_audio_in_video, changed)
         yield conversation.shown, "", {"text": "", "files": []}
         shown_sound: LiveSound | None = None
@@ -236,7 +265,7 @@ class ChatTab:
 
     def _request(
         self,
-        conversation: Conversation,
+        conversation: ChatState,
         outputs: list[str],
         voice: str,
         system: str,
@@ -257,3 +286,21 @@ class ChatTab:
         if "audio" in outputs:
             request["audio"] = {"format": FORMAT, "voice": voice}
         return request
+
+
+def _read_example(selected: gr.SelectData) -> dict[str, Any]:
+    """The message of an example."""
+    return {"text": selected.value["text"], "files": [file["path"] for file in selected.value.get("files") or []]}
+
+
+def _stop(conversation: ChatState) -> tuple[Any, str]:
+    """Ends the answer: the chat has what has arrived, and the player nothing."""
+    if conversation.answer is not None:
+        conversation.answer.stop()
+        conversation.answer.show_sound()
+    return conversation.shown, ""
+
+
+def _show_heard(conversation: ChatState) -> tuple[Any, Any]:
+    """Moves speech that was heard from the player to the chat, so that it has one place."""
+    return (gr.skip(), gr.skip()) if conversation.is_answering else _stop(conversation)

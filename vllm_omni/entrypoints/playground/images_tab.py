@@ -11,7 +11,9 @@ import gradio as gr
 from PIL import Image
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
+from vllm_omni.entrypoints.playground.examples import IMAGES
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
+from vllm_omni.entrypoints.playground.stop_button import connect_stop, enable_at
 
 _MAX_IMAGES = 4
 _NUM_PREVIEWS = 3
@@ -23,40 +25,44 @@ class ImagesTab:
         self._server, self._description = server, description
         stage = description.stage_for("image")
         assert stage is not None, "a pipeline that makes images has a stage for it"
-        prompt = gr.Textbox(label="Prompt", lines=2, elem_id="images-prompt")
-        files = gr.File(
-            label="Input images",
-            file_count="multiple",
-            file_types=["image"],
-            visible="image" in description.inputs,
-            height=120,
-            elem_id="images-files",
-        )
-        with gr.Accordion("Settings", open=False):
-            negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
-            number = gr.Slider(1, _MAX_IMAGES, value=1, step=1, label="Number")
-            self._sampling = SamplingFields(description, kinds=("DiT",))
         with gr.Row():
-            generate = gr.Button("Generate", variant="primary", elem_id="images-generate")
-            stop = gr.Button("Stop", elem_id="images-stop")
-        state = gr.Markdown(elem_id="images-state")
-        gallery = gr.Gallery(
-            label="Images",
-            format="png",
-            columns=2,
-            height="auto",
-            elem_id="images-gallery",
-            buttons=["download"],
-        )
+            with gr.Column():
+                prompt = gr.Textbox(label="Prompt", lines=2, elem_id="images-prompt")
+                gr.Examples([[text] for text in IMAGES], prompt, api_visibility="private")
+                files = gr.File(
+                    label="Input images",
+                    file_count="multiple",  # Of any type: Gradio would refuse a file, and send without it.
+                    visible="image" in description.inputs,
+                    height=140,
+                    elem_id="images-files",
+                )
+                with gr.Accordion("Settings", open=False):
+                    negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
+                    number = gr.Slider(1, _MAX_IMAGES, value=1, step=1, label="Number")
+                    self._sampling = SamplingFields(description, kinds=("DiT",))
+                with gr.Row():
+                    generate = gr.Button("Generate", variant="primary", elem_id="images-generate", min_width=80)
+                    stop = gr.Button("Stop", interactive=False, elem_id="images-stop", min_width=80)
+            with gr.Column():
+                state = gr.Markdown(elem_id="images-state")
+                gallery = gr.Gallery(
+                    label="Images",
+                    format="png",
+                    columns=2,
+                    object_fit="contain",
+                    elem_id="images-gallery",
+                    buttons=["download"],
+                )
         inputs = [prompt, files, negative, number, *self._sampling.components]
+        enable_at(stop, [generate.click])
         generating = generate.click(self._generate, inputs, [gallery, state], api_visibility="private")
-        stop.click(lambda: "Stopped.", None, state, cancels=[generating], api_visibility="private", queue=False)
+        connect_stop(stop, [generating], lambda: "Stopped.", [state])
 
     async def _generate(
         self, prompt: str, files: list[str] | None, negative: str, number: float, *sampling: str
     ) -> AsyncIterator[tuple[Any, str]]:
-        yield [], "Waiting ..."
         settings = self._sampling.as_fields(sampling, negative)
+        yield [], "Waiting ..."
         images: dict[int, Image.Image] = {}
         num_complete = 0
         try:

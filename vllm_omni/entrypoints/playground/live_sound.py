@@ -10,12 +10,18 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Final
 
+import gradio as gr
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
-MEDIA_TYPE = "audio/mpeg"
 FORMAT: Final = "mp3"
 """Every browser plays it while it arrives, and it needs no length."""
+
+MEDIA_TYPES = {"mp3": "audio/mpeg", "wav": "audio/wav", "flac": "audio/flac", "opus": "audio/ogg", "aac": "audio/aac"}
+"""By format."""
+
+ENDS = "for (const type of ['ended', 'error']) element.addEventListener(type, () => trigger('stop'), true);"
+"""For `js_on_load`: media inside that have ended, or cannot be played, cause the component's `stop` event."""
 
 _MAX_KEPT = 64
 
@@ -24,10 +30,12 @@ class LiveSound:
     """A file that grows. For one event loop.
 
     Attributes:
+        format: One of `MEDIA_TYPES`.
         address: Of the file, below the page's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, format: str = FORMAT) -> None:
+        self.format = format
         self.address = f"sound/{secrets.token_urlsafe(24)}"
         self._pieces: list[bytes] = []
         self._is_complete = False
@@ -69,9 +77,9 @@ class LiveSounds:
     def __init__(self) -> None:
         self._sounds: OrderedDict[str, LiveSound] = OrderedDict()
 
-    def start(self) -> LiveSound:
+    def start(self, format: str = FORMAT) -> LiveSound:
         """A new, empty sound."""
-        sound = LiveSound()
+        sound = LiveSound(format)
         self._sounds[sound.address] = sound
         while len(self._sounds) > _MAX_KEPT:
             self._sounds.popitem(last=False)
@@ -84,9 +92,14 @@ class LiveSounds:
             if (sound := self._sounds.get(f"sound/{name}")) is None:
                 raise HTTPException(404, "there is no such sound, or it is too old")
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-            return StreamingResponse(sound.read(), media_type=MEDIA_TYPE, headers=headers)
+            return StreamingResponse(sound.read(), media_type=MEDIA_TYPES[sound.format], headers=headers)
 
         app.add_api_route(f"{path}sound/{{name}}", stream, methods=["GET"], include_in_schema=False)
+
+
+def make_player(elem_id: str) -> gr.HTML:
+    """A place for a sound while it arrives (`player`). Its `stop` event says that all was heard."""
+    return gr.HTML(elem_id=elem_id, elem_classes="player", js_on_load=ENDS)
 
 
 def player(sound: LiveSound | None) -> str:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page: a tab for each thing that the served model does, and its place in an application."""
 
+import base64
+from html import escape
+from importlib.resources import files
+
 import gradio as gr
 from fastapi import FastAPI
 
@@ -9,7 +13,7 @@ from vllm_omni.entrypoints.playground.client import Description, Server
 from vllm_omni.entrypoints.playground.images_tab import ImagesTab
 from vllm_omni.entrypoints.playground.live_sound import LiveSounds
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay
-from vllm_omni.entrypoints.playground.realtime_tab import CSS, RealtimeTab, is_possible, script
+from vllm_omni.entrypoints.playground.realtime_tab import RealtimeTab, is_possible, script
 from vllm_omni.entrypoints.playground.speech_tab import SpeechTab
 from vllm_omni.entrypoints.playground.stages_tab import StagesTab
 from vllm_omni.entrypoints.playground.videos_tab import VideosTab
@@ -18,7 +22,20 @@ from vllm_omni.errors import UsageError
 _CSS = """
 /* It would send files to another site. */
 button[aria-label="Share"], button[title="Share"] { display: none; }
-#chat-player audio, #speech-player audio { width: 100%; }
+.player:not(:has(audio)) { display: none; }
+.block .html-container { padding: 0; }
+#images-gallery .fixed-height { max-height: none; }
+.player audio { width: 100%; height: 40px; }
+.dark .player audio { color-scheme: dark; }
+"""
+_HEADING = """
+<h1>{model}</h1>
+<p>Reads {inputs}. Makes {outputs}.</p>
+<p>{stages}</p>
+"""
+_HEADING_CSS = """
+h1 { margin: 0 0 4px; overflow-wrap: anywhere; }
+p { margin: 0; color: var(--body-text-color-subdued); }
 """
 _FILES_KEPT_S = 6 * 3600
 _MAX_RUNNING = 64
@@ -42,9 +59,9 @@ def add_page(
         make_page(server, description, sounds, relay),
         path.rstrip("/") or "/",
         auth=auth,
-        css=_CSS + CSS,
-        head=script() if is_possible(description) else None,
-        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # none from a network
+        css=_CSS,
+        head=_favicon() + (script() if is_possible(description) else ""),
+        theme=_theme(),
         footer_links=[],
         ssr_mode=False,
         mcp_server=False,
@@ -67,8 +84,9 @@ def read_auth(text: str | None) -> tuple[str, str] | None:
 
 def make_page(server: Server, description: Description, sounds: LiveSounds, relay: RealtimeRelay) -> gr.Blocks:
     """The tabs for what the model does."""
-    files = (_FILES_KEPT_S, _FILES_KEPT_S)
-    with gr.Blocks(title=f"{description.model} playground", analytics_enabled=False, delete_cache=files) as page:
+    kept = (_FILES_KEPT_S, _FILES_KEPT_S)
+    with gr.Blocks(title=f"{description.model} playground", analytics_enabled=False, delete_cache=kept) as page:
+        gr.HTML(heading(description), css_template=_HEADING_CSS, elem_id="heading")
         conversation = None
         with gr.Tabs() as tabs:
             if description.has("/v1/chat/completions") and "text" in description.outputs:
@@ -91,6 +109,33 @@ def make_page(server: Server, description: Description, sounds: LiveSounds, rela
         # The stages are read only while they are seen.
         tabs.select(_set_timer, None, timer, show_progress="hidden", api_visibility="private", queue=False)
     return page.queue(default_concurrency_limit=_MAX_RUNNING)
+
+
+def heading(description: Description) -> str:
+    """HTML: what is served."""
+    stages = " · ".join(f"{stage.name} ({stage.kind})" for stage in description.stages)
+    return _HEADING.format(
+        model=escape(description.model),
+        inputs=_names(description.inputs),
+        outputs=_names(description.outputs),
+        stages=f"{'Stage' if len(description.stages) == 1 else 'Stages'}: {escape(stages)}",
+    )
+
+
+def _names(kinds: list[str]) -> str:
+    return ", ".join({"image": "images", "video": "videos"}.get(kind, kind) for kind in kinds)
+
+
+def _theme() -> gr.themes.Base:
+    """Gradio's, with no fonts from a network, and secondary text that can be read on white."""
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    return theme.set(body_text_color_subdued="*neutral_500", input_placeholder_color="*neutral_500")
+
+
+def _favicon() -> str:
+    """HTML for the head of the page."""
+    data = base64.b64encode(files(__package__).joinpath("favicon.svg").read_bytes()).decode()
+    return f'<link rel="icon" type="image/svg+xml" href="data:image/svg+xml;base64,{data}">'
 
 
 def _set_timer(selected: gr.SelectData) -> gr.Timer:

@@ -4,6 +4,7 @@
 (() => {
   const RATE = 24000; // Hz, in both directions.
   const PIECE = 2400; // Samples sent at a time.
+  const PICTURE = "picture"; // The id of its event.
   const RECORDER = `registerProcessor("recorder", class extends AudioWorkletProcessor {
     piece = new Float32Array(${PIECE});
     size = 0;
@@ -31,8 +32,9 @@
 
   // Plays pieces of speech one after the other, and knows how much of the last item was heard.
   class Player {
-    constructor(context, onEnd) {
+    constructor(context, output, onEnd) {
       this.context = context;
+      this.output = output;
       this.onEnd = onEnd;
       this.item = null;
       this.isComplete = true;
@@ -46,7 +48,7 @@
       buffer.copyToChannel(samples, 0);
       const source = this.context.createBufferSource();
       source.buffer = buffer;
-      source.connect(this.context.destination);
+      source.connect(this.output);
       const piece = { source, start: Math.max(this.end, this.context.currentTime), duration: buffer.duration };
       source.onended = () => {
         piece.isOver = true; // The clock may say so later.
@@ -90,12 +92,16 @@
   class Call {
     constructor(root) {
       this.state = root.querySelector(".state");
+      this.level = root.querySelector(".level span");
+      this.delay = root.querySelector(".delay");
+      this.delay.textContent = "";
       this.log = root.querySelector(".log");
       this.log.replaceChildren();
       this.lines = new Map();
       this.isClosed = false;
       this.isMuted = false; // What still arrives of an interrupted response is not played.
-      this.show("Connecting ...");
+      this.turnEnd = null; // When the user's last turn ended, until its answer is heard.
+      this.show("Connecting");
     }
 
     // picture: of which the conversation is, as a data URI; or null.
@@ -108,7 +114,10 @@
       const module = URL.createObjectURL(new Blob([RECORDER], { type: "text/javascript" }));
       await this.context.audioWorklet.addModule(module);
       if (this.isClosed) return this.release();
-      this.player = new Player(this.context, () => this.show("Listening"));
+      this.input = this.context.createAnalyser();
+      this.output = this.context.createAnalyser();
+      this.output.connect(this.context.destination);
+      this.player = new Player(this.context, this.output, () => this.show("Listening"));
       const address = new URL("realtime", document.baseURI);
       address.protocol = address.protocol.replace("http", "ws");
       this.socket = new WebSocket(address, ["realtime", `openai-insecure-api-key.${key}`]);
@@ -116,8 +125,8 @@
       this.socket.onclose = () => this.close();
       this.socket.onopen = () => {
         if (picture !== null) {
-          const content = [{ type: "input_image", image_url: picture }];
-          this.send("conversation.item.create", { item: { type: "message", role: "user", content } });
+          const item = { type: "message", role: "user", content: [{ type: "input_image", image_url: picture }] };
+          this.send("conversation.item.create", { event_id: PICTURE, item });
         }
         this.record();
       };
@@ -126,8 +135,21 @@
     record() {
       const recorder = new AudioWorkletNode(this.context, "recorder", { numberOfOutputs: 0 });
       recorder.port.onmessage = ({ data }) => this.send("input_audio_buffer.append", { audio: encode(data) });
-      this.context.createMediaStreamSource(this.microphone).connect(recorder);
+      const source = this.context.createMediaStreamSource(this.microphone);
+      source.connect(recorder);
+      source.connect(this.input);
       this.show("Listening");
+      this.showLevel();
+    }
+
+    // What is heard now: the model while it speaks, else the user.
+    showLevel() {
+      const heard = this.state.dataset.state === "Speaking" ? this.output : this.input;
+      const samples = new Float32Array(heard.fftSize);
+      heard.getFloatTimeDomainData(samples);
+      const level = Math.sqrt(Math.max(...samples.map(Math.abs))); // The ear's scale is not linear.
+      this.level.style.width = this.isClosed ? 0 : `${100 * Math.min(1, level)}%`;
+      if (!this.isClosed) requestAnimationFrame(() => this.showLevel());
     }
 
     send(type, fields) {
@@ -139,6 +161,7 @@
       this.isClosed = true;
       this.release();
       this.show("Ended");
+      this.state.dispatchEvent(new Event("ended")); // The page sets its buttons.
     }
 
     release() {
@@ -151,14 +174,15 @@
       switch (event.type) {
         case "input_audio_buffer.speech_started":
           this.interrupt();
-          this.show("You speak");
+          this.show("Listening");
           break;
         case "input_audio_buffer.speech_stopped":
-          this.show("Listening");
+          this.turnEnd = performance.now();
+          this.show("Thinking");
           break;
         case "conversation.item.added":
           if (event.item.role !== "user") break;
-          this.write(event.item.id, "user", event.item.content[0].type === "input_image" ? "🖼" : "🎤");
+          this.write(event.item.id, "user", event.item.content[0].type === "input_image" ? "[picture]" : "[speech]");
           break;
         case "conversation.item.input_audio_transcription.completed":
           this.write(event.item_id, "user", event.transcript);
@@ -174,6 +198,7 @@
           if (this.isMuted) break;
           this.player.play(event.item_id, decode(event.delta));
           this.show("Speaking");
+          this.showDelay();
           break;
         case "response.output_audio.done":
           if (!this.isMuted) this.player.finish();
@@ -186,9 +211,11 @@
           break;
         case "response.done":
           if (event.response.status === "failed") this.fail(event.response.status_details.error.message);
+          if (event.response.status !== "cancelled" && this.player.isOver()) this.show("Listening");
           break;
         case "error":
           this.fail(event.error.message);
+          if (event.error.event_id === PICTURE) this.close(); // A conversation without it is not what was asked for.
       }
     }
 
@@ -201,7 +228,14 @@
     }
 
     show(state) {
-      this.state.textContent = state;
+      this.state.textContent = this.state.dataset.state = state;
+    }
+
+    // The time from the end of the user's turn to the first sound of the answer.
+    showDelay() {
+      if (this.turnEnd === null) return;
+      this.delay.textContent = `first sound after ${((performance.now() - this.turnEnd) / 1000).toFixed(2)} s`;
+      this.turnEnd = null;
     }
 
     text(id) {
@@ -221,19 +255,26 @@
     }
   }
 
+  // Of Talk and Hang up, for Gradio.
+  const buttons = (inCall) => [!inCall, inCall].map((interactive) => ({ interactive, __type__: "update" }));
   let call = null;
+
+  const open = async (made, key, picture) => {
+    try {
+      await made.open(key, picture);
+    } catch (error) {
+      if (made.isClosed) return; // Hung up while it connected.
+      made.fail(`The microphone cannot be used: ${error.message}`);
+      made.close();
+    }
+  };
   window.realtime = {
-    stop: () => call?.close(),
-    start: async (root, { key, picture }) => {
-      call?.close();
-      const made = (call = new Call(document.querySelector(root)));
-      try {
-        await made.open(key, picture);
-      } catch (error) {
-        if (made.isClosed) return; // Hung up while it connected.
-        made.fail(`The microphone cannot be used: ${error.message}`);
-        made.close();
-      }
+    start: (root, { key, picture }) => {
+      call = new Call(document.querySelector(root));
+      open(call, key, picture);
+      return buttons(true);
     },
+    stop: () => call?.close(),
+    ended: () => buttons(false),
   };
 })();

@@ -10,20 +10,33 @@ from typing import Any
 import gradio as gr
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server, data_uri
+from vllm_omni.entrypoints.playground.live_sound import ENDS
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay
 
 _CALL = "realtime-call"
-_HTML = '<p class="state" role="status"></p><div class="log"></div>'
+_HTML = """
+<div class="status"><span class="state" role="status">Ready</span><span class="level"><span></span></span>
+<span class="delay"></span></div>
+<div class="log"></div>
+"""
+_CSS = """
+.status { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 12px; min-height: 2.5em; }
+.state { padding: 4px 12px; border-radius: 99px; background: var(--border-color-primary); }
+.state[data-state=Listening] { background: #dcfce7; color: #14532d; }
+.state[data-state=Thinking] { background: #fef3c7; color: #78350f; }
+.state[data-state=Speaking] { background: #dbeafe; color: #1e3a8a; }
+.level { flex: 1 0 60px; max-width: 240px; background: var(--border-color-primary); }
+.level span { display: block; width: 0; background: var(--color-accent); }
+.level, .level span { height: 8px; border-radius: 4px; }
+.delay { color: var(--body-text-color-subdued); }
+.log { margin-top: 8px; display: flex; flex-direction: column; gap: 8px; max-height: 50vh; overflow-y: auto; }
+.log p { max-width: 85%; padding: 8px 12px; border-radius: 8px; margin: 0; }
+.log .assistant { align-self: flex-start; background: var(--background-fill-secondary); }
+.log .user { align-self: flex-end; background: var(--color-accent-soft); }
+"""
+_HINT = "Press Talk, allow the microphone, and speak. The model answers when you pause. To interrupt it, speak again."
 _KEY_S = 60
 _TRANSCRIPTIONS = "/v1/audio/transcriptions"
-
-CSS = f"""
-#{_CALL} .log {{ display: flex; flex-direction: column; gap: 8px; height: 50vh; overflow-y: auto; }}
-#{_CALL} .log p {{ max-width: 85%; padding: 8px 12px; border-radius: 8px; }}
-#{_CALL} .log .assistant {{ align-self: flex-start; background: var(--background-fill-secondary); }}
-#{_CALL} .log .user {{ align-self: flex-end; background: var(--color-accent-soft); }}
-#{_CALL} .state {{ color: var(--body-text-color-subdued); min-height: 1.5em; }}
-"""
 
 
 def is_possible(description: Description) -> bool:
@@ -40,10 +53,11 @@ class RealtimeTab:
     def __init__(self, server: Server, description: Description, relay: RealtimeRelay) -> None:
         """Adds the components to the page."""
         self._server, self._description, self._relay = server, description, relay
-        gr.HTML(_HTML, elem_id=_CALL)
+        call = gr.HTML(_HTML, css_template=_CSS, elem_id=_CALL, js_on_load=ENDS)
         with gr.Row():
             talk = gr.Button("Talk", variant="primary", elem_id="realtime-talk", min_width=80)
-            stop = gr.Button("Hang up", elem_id="realtime-stop", min_width=80)
+            stop = gr.Button("Hang up", interactive=False, elem_id="realtime-stop", min_width=80)
+        gr.Markdown(_HINT, elem_id="realtime-hint")
         with gr.Accordion("Settings", open=False):
             voices = description.voices or ["default"]
             voice = gr.Dropdown(voices, value=voices[0], label="Voice", visible="audio" in description.outputs)
@@ -66,8 +80,10 @@ class RealtimeTab:
         fields = [voice, instructions, silence, transcribes, picture]
         start = gr.JSON(visible=False)
         made = talk.click(self._prepare, fields, start, api_visibility="private")
-        made.success(None, start, None, js=f"start => window.realtime.start('#{_CALL}', start)")
+        buttons = [talk, stop]
+        made.success(None, start, buttons, js=f"start => window.realtime.start('#{_CALL}', start)")
         stop.click(None, None, None, js="() => window.realtime.stop()")
+        call.stop(None, None, buttons, js="() => window.realtime.ended()")
 
     async def _prepare(
         self, voice: str, instructions: str, silence: float, transcribes: bool, picture: str | None

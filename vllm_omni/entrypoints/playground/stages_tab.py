@@ -5,20 +5,50 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import gradio as gr
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni.entrypoints.playground.chat_tab import Conversation
+from vllm_omni.entrypoints.playground.chat_tab import ChatState
 from vllm_omni.entrypoints.playground.client import FAILURES, Server
+from vllm_omni.entrypoints.playground.stop_button import SILENT
 
-HEADERS = ["stage", "state", "waiting", "running", "requests/s", "steps/s", "ms/step", "batch", "KV blocks"]
-_EVERY_S = 1.0
+_EVERY_S = 0.5
+_SHOWN_S = 30
+"""Of the load."""
+_RATE_S = 2
+"""Over which rates are averaged."""
 _PREFIX = "vllm_omni:"
-_COLOURS = (("waiting", "#fdba74"), ("to the first output", "#a8c7fa"), ("working", "#0b57d0"))
-_WIDTH, _LABEL, _ROW = 640, 120, 22
+_COLOURS = (("waiting", "#fdba74"), ("to the first output", "#93b4f5"), ("working", "#2563eb"))
+_STEPS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+"""Between the marks of an axis."""
+_MAX_MARKS = 5
+
+_LOAD_AXIS = f'<div class="axis"><span>{_SHOWN_S} s ago</span><span>load</span><span>now</span></div>'
+_CARDS_CSS = """
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); gap: 16px; }
+.card { max-width: 440px; border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 12px; }
+.name { display: flex; justify-content: space-between; font-weight: 600; overflow-wrap: anywhere; }
+.status { font-weight: 400; color: #b45309; }
+.status[data-status=ready] { color: #16a34a; }
+svg { display: block; width: 100%; height: 48px; margin-top: 8px; background: var(--background-fill-secondary); }
+.axis { display: flex; justify-content: space-between; border-top: 1px solid var(--border-color-primary); }
+.axis, dt { color: var(--body-text-color-subdued); font-size: 0.85em; }
+dl { display: grid; grid-template-columns: repeat(4, auto); gap: 4px 8px; align-items: baseline; margin: 8px 0 0; }
+dd { margin: 0; font-variant-numeric: tabular-nums; }
+"""
+_TIMELINE_CSS = """
+.row { display: grid; grid-template-columns: minmax(90px, 14%) 1fr 60px; gap: 8px; align-items: center; }
+.row > :first-child { overflow-wrap: anywhere; }
+.track { position: relative; height: 22px; }
+.track i { position: absolute; top: 4px; bottom: 4px; min-width: 1px; }
+.track b { position: absolute; font-weight: 400; font-size: 0.85em; border-left: 1px solid; padding-left: 4px; }
+.track b, p span { white-space: nowrap; }
+.track b, p { color: var(--body-text-color-subdued); }
+"""
 
 Values = dict[str, dict[str, float]]
 """By stage, with its replica where it has several, and by metric."""
@@ -30,6 +60,11 @@ class Snapshot:
 
     time: float = 0.0
     stages: Values = field(default_factory=dict)
+
+    def is_busy(self, name: str) -> bool:
+        """Whether the stage has a request."""
+        values = self.stages.get(name, {})
+        return values.get("num_requests_waiting", 0) + values.get("num_requests_running", 0) > 0
 
 
 class StagesTab:
@@ -45,36 +80,40 @@ class StagesTab:
             conversation: That of the chat, if the page has one.
         """
         self._server = server
-        previous = gr.State(Snapshot())
+        history: gr.State = gr.State([])
         self.timer = gr.Timer(_EVERY_S, active=False)
-        table = gr.Dataframe(headers=HEADERS, interactive=False, elem_id="stages-table", show_label=False)
+        cards = gr.HTML(css_template=_CARDS_CSS, elem_id="stages-cards")
         note = gr.Markdown(elem_id="stages-note")
-        self.timer.tick(self._read, previous, [table, note, previous], show_progress="hidden", api_visibility="private")
+        read = self.timer.tick(self._read, history, [cards, note, history], **SILENT)
         if conversation is not None:
-            gr.Markdown("### Your last request")
-            timeline = gr.HTML(elem_id="stages-timeline")
-            self.timer.tick(self._last, conversation, timeline, show_progress="hidden", api_visibility="private")
+            gr.Markdown("### Your last request in Chat")
+            timeline = gr.HTML(css_template=_TIMELINE_CSS, elem_id="stages-timeline")
+            read.then(self._last, [conversation, history], timeline, **SILENT)
 
-    async def _read(self, previous: Snapshot) -> tuple[Any, str, Snapshot]:
+    async def _read(self, history: list[Snapshot]) -> tuple[Any, str, list[Snapshot]]:
         try:
             health, metrics = await self._server.get("/health"), await self._server.get("/metrics")
             metrics.raise_for_status()
             states = {stage["name"]: stage["status"] for stage in health.json()["stages"]}
         except FAILURES as error:
-            return gr.skip(), f"⚠️ {self._server.explain(error)}", previous
-        now = Snapshot(time.monotonic(), read_stages(metrics.text))
+            return gr.skip(), f"⚠️ {self._server.explain(error)}", history
+        stages = read_stages(metrics.text)
+        now = Snapshot(time.monotonic(), {name: stages[name] for name in states if name in stages})  # in stage order
+        history = [*(snapshot for snapshot in history if snapshot.time > now.time - _SHOWN_S), now]
         note = "" if now.stages else "The server has no metrics (`--disable-log-stats`)."
-        return [table_row(name, states[name], now, previous) for name in states], note, now
+        return cards_of(states, history), note, history
 
-    async def _last(self, conversation: Conversation) -> str:
+    async def _last(self, conversation: ChatState, history: list[Snapshot]) -> str:
+        if conversation.is_answering and conversation.answer is not None:
+            return timeline_of(times_so_far(history, conversation.answer.started))
         if not conversation.last_id:
-            return "None was completed."
+            return "Ask something in Chat: its way through the stages is shown here."
         try:
             answer = await self._server.get(f"/v1/pipeline/requests/{conversation.last_id}")
         except httpx2.HTTPError:
             return gr.skip()
         if answer.status_code != httpx2.codes.OK:
-            return "It is not complete, or the server has forgotten it."
+            return "It was not completed, or the server has forgotten it."
         return timeline_of(answer.json()["stages"])
 
 
@@ -93,46 +132,112 @@ def read_stages(text: str) -> Values:
     }
 
 
-def table_row(name: str, state: str, now: Snapshot, before: Snapshot) -> list[Any]:
-    """One stage, in the order of `HEADERS`. Rates are those since the snapshot before."""
-    values = now.stages.get(name)
-    if values is None:
-        return [name, state, *[""] * (len(HEADERS) - 2)]
-    old = before.stages.get(name, values)
-    added = {key: max(0.0, value - old.get(key, 0.0)) for key, value in values.items()}  # a restart sets them to 0
-    seconds = now.time - before.time
+def duration(seconds: float) -> str:
+    """Writes a time in the unit that fits."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+def figures(name: str, now: Snapshot, before: Snapshot) -> dict[str, str]:
+    """The figures of one stage. Rates are those since the snapshot before."""
+    if (values := now.stages.get(name)) is None:
+        return {}
+    added = _added(name, now, before)
+    seconds = now.time - before.time or 1.0
     steps = added["stage_steps_total"]
-    blocks = int(values["kv_blocks"])
-    return [
-        name,
-        state,
-        int(values["num_requests_waiting"]),
-        int(values["num_requests_running"]),
-        round(added["stage_completed_total"] / seconds, 1),
-        round(steps / seconds, 1),
-        round(1000 * added["stage_step_seconds_total"] / steps, 1) if steps else "",
-        round(added["stage_scheduled_total"] / steps, 1) if steps else "",
-        f"{int(values['kv_blocks_used'])} of {blocks}" if blocks else "",
-    ]
+    shown = {
+        "running": f"{values['num_requests_running']:.0f}",
+        "waiting": f"{values['num_requests_waiting']:.0f}",
+        "requests/s": f"{added['stage_completed_total'] / seconds:.1f}",
+        "steps/s": f"{steps / seconds:.1f}",
+        "step": duration(added["stage_step_seconds_total"] / steps) if steps else "-",
+        "batch": f"{added['stage_scheduled_total'] / steps:.1f}" if steps else "-",
+    }
+    if blocks := int(values["kv_blocks"]):
+        shown["KV blocks"] = f"{values['kv_blocks_used']:.0f} of {blocks}"
+    return shown
+
+
+def load(name: str, now: Snapshot, before: Snapshot) -> float:
+    """The share of time in which a stage computed, 0 to 1."""
+    added = _added(name, now, before)
+    if not added.get("stage_steps_total"):
+        return float(now.is_busy(name))  # A long step is counted when it ends.
+    return min(1.0, added["stage_step_seconds_total"] / (now.time - before.time))
+
+
+def _added(name: str, now: Snapshot, before: Snapshot) -> dict[str, float]:
+    values = now.stages.get(name, {})
+    old = before.stages.get(name, values)
+    return {key: max(0.0, value - old.get(key, 0.0)) for key, value in values.items()}  # a restart sets them to 0
+
+
+def cards_of(states: dict[str, str], history: list[Snapshot]) -> str:
+    """A card for each stage, with a line of its load."""
+    now = history[-1]
+    before = next(snapshot for snapshot in history if snapshot.time >= now.time - _RATE_S)
+    cards = []
+    for name, state in states.items():
+        shown = "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in figures(name, now, before).items())
+        status = f'<span class="status" data-status="{escape(state)}">● {escape(state)}</span>'
+        title = f'<div class="name"><span>{escape(name)}</span>{status}</div>'
+        cards.append(f'<div class="card">{title}{_load_line(name, history)}{_LOAD_AXIS}<dl>{shown}</dl></div>')
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _load_line(name: str, history: list[Snapshot]) -> str:
+    now = history[-1].time
+    corners = []
+    for before, after in pairwise(history):
+        begin, end = (f"{_SHOWN_S + moment.time - now:.2f}" for moment in (before, after))
+        height = f"{1 - load(name, after, before):.2f}"
+        corners += [f"{begin},{height}", f"{end},{height}"]
+    if corners:
+        corners = [f"{corners[0].partition(',')[0]},1", *corners, f"{_SHOWN_S},1"]
+    return (
+        f'<svg viewBox="0 0 {_SHOWN_S} 1" preserveAspectRatio="none"><polygon points="{" ".join(corners)}" '
+        f'fill="{_COLOURS[2][1]}"/></svg>'
+    )
+
+
+def times_so_far(history: list[Snapshot], since: float) -> list[dict[str, Any]]:
+    """When stages were seen at work since a request has started, as in `/v1/pipeline/requests/{id}`."""
+    running = []
+    for name in history[-1].stages if history else ():
+        times = [moment.time - since for moment in history if moment.time >= since and moment.is_busy(name)]
+        if times:
+            first = dict.fromkeys(("arrival", "started", "first_output"), times[0])
+            running.append({"name": name, **first, "finished": times[-1]})
+    return running
 
 
 def timeline_of(stages: list[dict[str, Any]]) -> str:
-    """A picture of the times of one request, one bar for each stage; see `/v1/pipeline/requests/{id}`."""
-    scale = (_WIDTH - _LABEL - 60) / max(stage["finished"] for stage in stages)
-    marks = []
-    for row, stage in enumerate(stages):
-        y = row * _ROW
-        marks.append(f'<text x="0" y="{y + 15}">{escape(stage["name"])}</text>')
+    """A picture of the times of one request, one row for each stage; see `/v1/pipeline/requests/{id}`."""
+    end = max((stage["finished"] for stage in stages), default=0.0)
+    if not end:
+        return "It has just started."
+    rows = []
+    for stage in stages:
         first = stage["finished"] if stage["first_output"] is None else stage["first_output"]
         times = (stage["arrival"], stage["started"], first, stage["finished"])
-        for (what, colour), begin, end in zip(_COLOURS, times, times[1:], strict=False):
-            marks.append(
-                f'<rect x="{_LABEL + begin * scale:.1f}" y="{y + 5}" width="{max(0.0, end - begin) * scale:.1f}" '
-                f'height="12" fill="{colour}"><title>{what}: {end - begin:.3f} s</title></rect>'
-            )
-        x = _LABEL + stage["finished"] * scale + 6
-        marks.append(f'<text x="{x:.1f}" y="{y + 15}">{stage["finished"]:.2f} s</text>')
-    legend = " · ".join(f'<span style="color:{colour}">■</span> {what}' for what, colour in _COLOURS)
-    height = len(stages) * _ROW
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" font-size="13" fill="currentColor">'
-    return f"{drawing}{''.join(marks)}</svg><p>{legend}</p>"
+        bars = "".join(
+            f'<i style="left: {100 * start / end:.1f}%; width: {max(0.0, 100 * (stop - start)) / end:.1f}%; '
+            f'background: {colour}" title="{what}: {duration(stop - start)}"></i>'
+            for (what, colour), start, stop in zip(_COLOURS, times, times[1:], strict=False)
+        )
+        rows.append((escape(stage["name"]), bars, duration(stage["finished"] - stage["arrival"])))
+    rows.append(("", _axis(end), ""))
+    drawn = "".join(
+        f'<div class="row"><span>{name}</span><div class="track">{bars}</div><span>{text}</span></div>'
+        for name, bars, text in rows
+    )
+    legend = " · ".join(f'<span><i style="color: {colour}">■</i> {what}</span>' for what, colour in _COLOURS)
+    return f"{drawn}<p>{legend}</p>"
+
+
+def _axis(end: float) -> str:
+    """Marks of seconds, at round numbers."""
+    step = next((step for step in _STEPS_S if end / step <= _MAX_MARKS), end)
+    marks = [index * step for index in range(int(end / step) + 1)]
+    return "".join(f'<b style="left: {100 * mark / end:.1f}%">{mark:g} s</b>' for mark in marks)

@@ -11,7 +11,9 @@ import openai
 from gradio.processing_utils import save_bytes_to_cache
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
+from vllm_omni.entrypoints.playground.examples import VIDEOS
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
+from vllm_omni.entrypoints.playground.stop_button import connect_stop, enable_at
 
 _POLL_S = 0.5
 
@@ -22,27 +24,32 @@ class VideosTab:
         self._server, self._description = server, description
         stage = description.stage_for("video")
         assert stage is not None, "a pipeline that makes videos has a stage for it"
-        prompt = gr.Textbox(label="Prompt", lines=2, elem_id="videos-prompt")
-        image = gr.Image(
-            label="Input image", type="filepath", sources=["upload"], visible="image" in description.inputs
-        )
-        with gr.Accordion("Settings", open=False):
-            negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
-            self._sampling = SamplingFields(description, kinds=("DiT",))
         with gr.Row():
-            generate = gr.Button("Generate", variant="primary", elem_id="videos-generate")
-            stop = gr.Button("Stop", elem_id="videos-stop")
-        state = gr.Markdown(elem_id="videos-state")
-        self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
+            with gr.Column():
+                prompt = gr.Textbox(label="Prompt", lines=2, elem_id="videos-prompt")
+                gr.Examples([[text] for text in VIDEOS], prompt, api_visibility="private")
+                image = gr.Image(
+                    label="Input image", type="filepath", sources=["upload"], visible="image" in description.inputs
+                )
+                with gr.Accordion("Settings", open=False):
+                    negative = gr.Textbox(label="Negative prompt", visible="negative_prompt" in stage.sampling_params)
+                    self._sampling = SamplingFields(description, kinds=("DiT",))
+                with gr.Row():
+                    generate = gr.Button("Generate", variant="primary", elem_id="videos-generate", min_width=80)
+                    stop = gr.Button("Stop", interactive=False, elem_id="videos-stop", min_width=80)
+            with gr.Column():
+                state = gr.Markdown(elem_id="videos-state")
+                self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
         inputs = [prompt, image, negative, *self._sampling.components]
+        enable_at(stop, [generate.click])
         generating = generate.click(self._generate, inputs, [self._video, state], api_visibility="private")
-        stop.click(lambda: "Stopped.", None, state, cancels=[generating], api_visibility="private", queue=False)
+        connect_stop(stop, [generating], lambda: "Stopped.", [state])
 
     async def _generate(
         self, prompt: str, image: str | None, negative: str, *sampling: str
     ) -> AsyncIterator[tuple[Any, str]]:
-        yield None, "Waiting ..."
         settings = self._sampling.as_fields(sampling, negative)
+        yield None, "Waiting ..."
         reference: dict[str, Any] = {} if image is None else {"input_reference": Path(image)}
         videos = self._server.openai.videos
         video = None

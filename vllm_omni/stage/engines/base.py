@@ -2,17 +2,14 @@
 """`StageEngine`: the interface of all engines to the stage's shell.
 
 The shell puts requests into the `inbox` and takes results from the `outbox`; it does not know the kind of the engine.
-The engine runs on a thread of its own, the main thread in a process with one stage, and sleeps while it has no work.
+The engine runs on the main thread of its process, and sleeps while it has no work.
 """
 
 import contextlib
 import queue
-import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from vllm_omni.distributed.wake_up import WakeUp
@@ -167,42 +164,6 @@ class Outbox:
         return items
 
 
-class FairLock:
-    """A lock that goes to the thread that has waited longest.
-
-    With `threading.Lock` an engine that steps without a pause would take it again before any other wakes up.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._is_taken = False
-        self._turns: deque[threading.Lock] = deque()
-
-    def __enter__(self) -> None:
-        with self._mutex:
-            if not self._is_taken:
-                self._is_taken = True
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._turns.append(turn)
-        turn.acquire()  # Released by the thread before this one, which leaves the lock taken.
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._mutex:
-            if self._turns:
-                self._turns.popleft().release()
-            else:
-                self._is_taken = False
-
-
-STEP_LOCK = FairLock()
-"""Held during everything that uses vLLM, and never while an engine waits for work; costs about a microsecond.
-
-vLLM keeps the context of a forward in a global of its module, so two engines of a process that step at once would read
-each other's attention metadata. It guards a global of the process, and so it is one."""
-
-
 class StageEngine(ABC):
     """Runs the requests of one stage.
 
@@ -211,13 +172,11 @@ class StageEngine(ABC):
         recorder: Counts the steps.
         step_timer: Entered around every step, and around everything that reads an item of the inbox.
         always_compiles: Any step may compile something, not only the first one.
-        lock: Held while it reads an item of the inbox, and during every step.
         on_failure: Called from any thread when the engine is broken outside of a step.
     """
 
     capacity: int
     always_compiles = False
-    lock: AbstractContextManager[None] = STEP_LOCK
 
     def __init__(self, outbox: Outbox) -> None:
         self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
@@ -243,8 +202,8 @@ class StageEngine(ABC):
         """
         self.step_timer = make_timer()
 
-    def must_start_first(self) -> bool:
-        """Whether it must start before other engines of its process. Called before `start`."""
+    def compiles_at_start(self) -> bool:
+        """Whether `start` compiles its model, which may take minutes. Called before it."""
         return False
 
     @abstractmethod
@@ -259,7 +218,7 @@ class StageEngine(ABC):
         """
         self._is_stopping = False
         while self.wait_for_work():
-            with self.lock, self.step_timer:
+            with self.step_timer:
                 self.step()
 
     def wait_for_work(self) -> bool:
@@ -272,7 +231,7 @@ class StageEngine(ABC):
         if isinstance(item, Stop):
             self._is_stopping = True
             return
-        with self.lock, self.step_timer.of(INTAKE):
+        with self.step_timer.of(INTAKE):
             if isinstance(item, RequestItem):
                 self._take_in(item)
             else:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import Outbox
-from vllm_omni.stage.engines.function import Pieces, SerialEngine
+from vllm_omni.stage.engines.function import FunctionStageEngine, PlainFunction
 
 
-class FakeStageEngine(SerialEngine):
+class FakeStageEngine(FunctionStageEngine):
     """Joins the texts of its sources (or takes the prompt) and appends its own name.
 
     From sources with tokens it forwards the tokens and their tensor `rows` `[tokens, 4]` float32: window by window, if
@@ -35,13 +36,11 @@ class FakeStageEngine(SerialEngine):
     """
 
     def __init__(self, outbox: Outbox, stage_id: int, name: str) -> None:
-        super().__init__(outbox, stage_id)
+        stage = OmniStageConfig(stage_id=stage_id, engine_type="fake", engine_args={"model_stage": name})
+        super().__init__(outbox, PlainFunction(stage, "", self.compute))
         self._name = name
 
-    def start(self) -> None:
-        pass
-
-    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> Pieces:
+    def compute(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageOutput | Iterator[StageOutput]:
         options = self._options(request)
         if options.get("fake_fail") == self._name:
             raise RuntimeError(f"{self._name} fails (fake_fail)")
@@ -119,7 +118,7 @@ class FakeStageEngine(SerialEngine):
         """Takes `fake_seconds`; returns at once when the request is aborted."""
         seconds = options.get("fake_seconds", 0.0)
         deadline = time.monotonic() + (seconds.get(self._name, 0.0) if isinstance(seconds, dict) else seconds)
-        while self.is_live(request.request_id) and (left := deadline - time.monotonic()) > 0:
+        while self._is_live(self._runs[request.request_id]) and (left := deadline - time.monotonic()) > 0:
             try:
                 self._read(self.inbox.get(timeout=left))
             except queue.Empty:

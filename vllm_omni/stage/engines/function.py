@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that compute in calls of Python: a plain function, or a function for a batch."""
+"""Stages that compute in calls of Python: a function, a function for a batch, or a `FunctionStage`.
 
-import contextlib
+The engine's thread owns all state. It makes the calls of a plain function itself; those of a `FunctionStage` it passes,
+one at a time of each request, to threads that report their end in the inbox.
+"""
+
+import queue
+import threading
 import time
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.stage import OmniStageConfig
+from vllm_omni.config.utils import convert
+from vllm_omni.errors import InvalidRequestError
+from vllm_omni.function_stage import FunctionStage
 from vllm_omni.inputs import StageRequest
+from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import (
     AbortRequest,
@@ -24,9 +35,11 @@ from vllm_omni.stage.engines.base import (
     Stream,
     StreamChunk,
 )
+from vllm_omni.stage.watchdog import StepTimer
+
+logger = get_logger(__name__)
 
 WorkItem = NewRequest | StreamChunk
-Pieces = StageOutput | Iterator[StageOutput]
 Sources = Mapping[int, StageOutput]
 
 StageFunction = Callable[[StageRequest, Sources], "dict[str, Any] | Iterator[dict[str, Any]]"]
@@ -39,177 +52,337 @@ StageBatchFunction = Callable[[Sequence[StageRequest], Sequence[Sources]], "Sequ
 """`function(requests, sources) -> [{name: value}, ...]`: the same for several requests at once; an exception in place
 of a result fails only that request."""
 
+_REQUESTS_PER_THREAD = 32
+"""Requests that the engine holds: most of them wait for their next window."""
 
-class SerialEngine(StageEngine):
-    """Makes one call for each request, or for each window of its input."""
 
-    capacity = 2  # one to compute, and the next one
-    lock = contextlib.nullcontext()  # It uses nothing of vLLM's.
+class PlainFunction(FunctionStage):
+    """A `StageFunction` as a stage. It keeps nothing from one window to the next: the state is the request.
 
-    def __init__(self, outbox: Outbox, stage_id: int) -> None:
-        super().__init__(outbox)
-        self._stage_id = stage_id
-        self._requests: dict[str, StageRequest] = {}
-        self._first_windows: deque[WorkItem] = deque()
-        self._work: deque[WorkItem] = deque()
+    Attributes:
+        batch_size: Windows, of as many requests, that one call computes.
+        streams: The function may be a generator of pieces.
+        wrong_type: Says what a result of the wrong type should be.
+    """
 
-    @abstractmethod
-    def compute(self, request: StageRequest, sources: Sources) -> Pieces:
-        """The output for these sources: at once, or piece by piece.
+    batch_size = 1
+    streams = True
 
-        Raises:
-            Exception: Fails only this request.
+    def __init__(self, stage: OmniStageConfig, model: str, function: Callable[..., Any] | None = None) -> None:
         """
+        Args:
+            function: In place of the one that the stage names.
+        """
+        super().__init__(stage, model)
+        self.wrong_type = f"{stage.function} must return a dict"
+        self._function = function
+
+    def start(self) -> None:
+        if self._function is None:
+            self._function = resolve_dotted_path(str(self.stage.function), "function")
+
+    def begin(self, request: StageRequest, parameters: Any) -> StageRequest:
+        return request
+
+    def window(self, state: StageRequest, sources: Sources) -> Any:
+        assert self._function is not None
+        return self._function(state, sources)
+
+
+class BatchFunction(PlainFunction):
+    """A `StageBatchFunction` as a stage."""
+
+    streams = False
+
+    def __init__(self, stage: OmniStageConfig, model: str) -> None:
+        super().__init__(stage, model)
+        self.batch_size = stage.runtime.max_batch_size or 8
+        self.wrong_type = f"{stage.batch_function} must return dicts"
+
+    def start(self) -> None:
+        self._function = resolve_dotted_path(str(self.stage.batch_function), "batch_function")
+
+    def window(self, state: StageRequest, sources: Sources) -> Any:
+        return _value_of(self.windows([state], [sources])[0])
+
+    def windows(self, states: Sequence[StageRequest], sources: Sequence[Sources]) -> Sequence[Any]:
+        """A result for each request, or an exception."""
+        assert self._function is not None
+        results = self._function(states, sources)
+        if not isinstance(results, Sequence) or len(results) != len(states):
+            path = self.stage.batch_function
+            raise TypeError(f"{path} must return a list with one result for each of {len(states)}")
+        return results
+
+
+@dataclass(eq=False)
+class _Run:
+    """One request in the engine.
+
+    Attributes:
+        windows: Those that wait.
+        is_busy: A call for it runs.
+        has_begun: It has a `state`, which has not been released.
+        aborted: Read between two pieces.
+    """
+
+    request: StageRequest
+    windows: deque[WorkItem]
+    is_busy: bool = False
+    has_begun: bool = False
+    aborted: threading.Event = field(default_factory=threading.Event)
+    state: Any = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lowest is next: a release; then the first window of a stream, since a client waits for it."""
+        if self.aborted.is_set():
+            return 0, 0
+        first = self.windows[0]
+        is_urgent = isinstance(first, NewRequest) and (first.streams_output or not first.is_last)
+        return 1 if is_urgent else 2, self.request.priority
+
+    def next_call(self) -> "_Call":
+        self.is_busy = True
+        return _Call(self, None if self.aborted.is_set() else self.windows.popleft())
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request's next window; None: its state is released."""
+
+    run: _Run
+    window: WorkItem | None
+
+    @property
+    def has_input(self) -> bool:
+        """The input may also end without a further window."""
+        return isinstance(self.window, NewRequest) or (self.window is not None and bool(self.window.sources))
+
+
+class FunctionStageEngine(StageEngine):
+    """Calls a function, or the methods of a `FunctionStage`, for each request or each window of its input."""
+
+    def __init__(self, outbox: Outbox, function: FunctionStage, num_threads: int = 0) -> None:
+        """
+        Args:
+            num_threads: Calls at the same time, each in a thread. 0, of a plain function: one at a time, in the
+                engine's own thread.
+        """
+        super().__init__(outbox)
+        self._function = function
+        self._plain = function if isinstance(function, PlainFunction) else None
+        self._batch_size = 1 if self._plain is None else self._plain.batch_size
+        # Of a plain function: those to compute, and the next ones.
+        self.capacity = 2 * self._batch_size if self._plain is not None else _REQUESTS_PER_THREAD * num_threads
+        self._stage_id = function.stage.stage_id
+        self._timers = [StepTimer() for _ in range(num_threads)]
+        self._num_idle = max(1, num_threads)
+        self._runs: dict[str, _Run] = {}
+        self._ready: list[_Run] = []  # in the order in which they became ready
+        self._calls: queue.SimpleQueue[list[_Call] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+
+    def set_timers(self, make_timer: Callable[[], StepTimer]) -> None:
+        super().set_timers(make_timer)
+        self._timers = [make_timer() for _ in self._timers]
+
+    def start(self) -> None:
+        self._function.start()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._work, args=(timer,), daemon=True) for timer in self._timers]
+        for thread in threads:
+            thread.start()
+        super().run()
+        for run in self._runs.values():
+            run.aborted.set()
+        for _ in threads:
+            self._calls.put(None)
+        for thread in threads:
+            thread.join()
+        for run in self._runs.values():
+            self._release(run)
+        if self._error is not None:
+            raise self._error
+
+    # The engine's thread.
 
     def has_work(self) -> bool:
-        return bool(self._first_windows or self._work)
+        return bool(self._ready) and self._num_idle > 0
 
     def step(self) -> None:
-        """Computes one work item."""
-        item = self._next_item()
-        started = time.monotonic()
-        try:
-            last = self._stream(item.request_id, self.compute(self._requests[item.request_id], item.sources))
-        except Exception as error:
-            self._fail(item.request_id, error)
-            last = None
-        self.recorder.step(time.monotonic() - started, 1)
-        if last is not None:
-            self._emit(item, last)
-
-    def is_live(self, request_id: str) -> bool:
-        """Reads the inbox; whether the request has not been aborted."""
-        while not self.inbox.empty():
-            self._read(self.inbox.get())
-        return request_id in self._requests and not self._is_stopping
+        """Makes the next call, or passes it to an idle thread."""
+        self._ready.sort(key=lambda run: run.rank)
+        calls = [run.next_call() for run in self._ready[: self._batch_size]]
+        del self._ready[: self._batch_size]
+        self._num_idle -= 1
+        if self._timers:
+            self._calls.put(calls)
+        else:
+            self._take_back(calls, *self._compute(calls, self.step_timer))
 
     def _take_in(self, item: RequestItem) -> None:
-        match item:
-            case AbortRequest():
-                self._forget(item.request_id)
-            case NewRequest():
-                self._requests[item.request_id] = item.request
-                (self._work if item.is_last else self._first_windows).append(item)
-            case StreamChunk():
-                if item.request_id in self._requests:
-                    self._work.append(item)
-
-    def _next_item(self) -> WorkItem:
-        """The first window of a stream passes everything else: a client waits for it."""
-        return (self._first_windows or self._work).popleft()
-
-    def _stream(self, request_id: str, pieces: Pieces) -> StageOutput | None:
-        """Emits the pieces as they are made. Returns what follows them; None if the request was aborted."""
-        if isinstance(pieces, StageOutput):
-            return pieces
-        for piece in pieces:
-            if not self.is_live(request_id):
-                return None
-            self.outbox.put(Stream(request_id, piece))
-            self.step_timer.restart()
-        return StageOutput(request_id=request_id, stage_id=self._stage_id)
-
-    def _emit(self, item: WorkItem, output: StageOutput) -> None:
-        """Emits the output of an item, the last act of a step: the IO thread wakes up, and both need the same lock."""
-        if item.is_last:
-            self._requests.pop(item.request_id, None)
-            self.outbox.put(Result(item.request_id, output))
+        if isinstance(item, NewRequest):
+            self._runs[item.request_id] = _Run(item.request, deque())
+        run = self._runs.get(item.request_id)
+        if run is None:
+            return
+        if isinstance(item, AbortRequest):
+            run.aborted.set()
         else:
-            self.outbox.put(Stream(item.request_id, output))
+            run.windows.append(item)
+        if not run.is_busy and run not in self._ready:
+            self._ready.append(run)
 
-    def _fail(self, request_id: str, error: Exception) -> None:
-        self._forget(request_id)
-        self.outbox.put(Error.from_exception(request_id, error))
+    def _take_back(self, calls: Sequence[_Call], ended: Sequence[_Run], seconds: float) -> None:
+        """Calls have returned, and requests are complete, or have failed."""
+        self._num_idle += 1
+        self.recorder.step(seconds, len(calls))
+        for run in (call.run for call in calls):
+            run.is_busy = False
+            if run in ended:
+                del self._runs[run.request_id]
+            elif run.windows or run.aborted.is_set():
+                self._ready.append(run)
 
-    def _forget(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None:
-            for items in (self._first_windows, self._work):
-                for item in [item for item in items if item.request_id == request_id]:
-                    items.remove(item)
+    # The other threads; without any, the engine's.
 
+    def _work(self, timer: StepTimer) -> None:
+        try:
+            while (calls := self._calls.get()) is not None:
+                with timer:
+                    done = self._compute(calls, timer)
+                self.inbox.put(partial(self._take_back, calls, *done))
+        except BaseException as error:
+            self._error = error
+            self.stop()
 
-class FunctionStageEngine(SerialEngine):
-    """Calls the function for each request."""
-
-    def __init__(self, outbox: Outbox, stage_id: int, function_path: str) -> None:
-        super().__init__(outbox, stage_id)
-        self._function_path = function_path
-        self._function: StageFunction
-
-    def start(self) -> None:
-        self._function = resolve_dotted_path(self._function_path, "function")
-
-    def compute(self, request: StageRequest, sources: Sources) -> Pieces:
-        values = self._function(request, sources)
-        if isinstance(values, Iterator):
-            return (self._as_output(request, piece) for piece in values)
-        return self._as_output(request, values)
-
-    def _as_output(self, request: StageRequest, values: Any) -> StageOutput:
-        if not isinstance(values, dict):
-            raise TypeError(f"{self._function_path} must return a dict, not {type(values).__name__}")
-        return make_stage_output(request, self._stage_id, values)
-
-
-class BatchFunctionStageEngine(SerialEngine):
-    """Calls the function for all waiting requests, up to `max_batch_size`."""
-
-    def __init__(self, outbox: Outbox, stage_id: int, function_path: str, max_batch_size: int) -> None:
-        super().__init__(outbox, stage_id)
-        self.capacity = 2 * max_batch_size
-        self._function_path = function_path
-        self._max_batch_size = max_batch_size
-        self._function: StageBatchFunction
-
-    def start(self) -> None:
-        self._function = resolve_dotted_path(self._function_path, "batch_function")
-
-    def step(self) -> None:
-        num_waiting = len(self._first_windows) + len(self._work)
-        batch = [self._next_item() for _ in range(min(num_waiting, self._max_batch_size))]
+    def _compute(self, calls: list[_Call], timer: StepTimer) -> tuple[list[_Run], float]:
+        """The requests that have ended, and the seconds that it took."""
         started = time.monotonic()
-        results = self._compute_batch(batch)
-        self.recorder.step(time.monotonic() - started, len(batch))
-        with self.outbox.batch():
-            for item, result in zip(batch, results, strict=True):
-                if isinstance(result, Exception):
-                    self._fail(item.request_id, result)
-                elif item.request_id in self._requests:
-                    self._emit(item, result)
+        if len(calls) == 1:
+            ended = [call.run for call in calls if self._call(call, self._window, timer)]
+        else:
+            ended = self._call_batch(calls, timer)
+        return ended, time.monotonic() - started
 
-    def compute(self, request: StageRequest, sources: Sources) -> StageOutput:
-        (result,) = self._call([request], [sources])
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def _compute_batch(self, batch: list[WorkItem]) -> list[StageOutput | Exception]:
-        requests = [self._requests[item.request_id] for item in batch]
-        sources = [item.sources for item in batch]
+    def _call_batch(self, calls: list[_Call], timer: StepTimer) -> list[_Run]:
+        """Windows of several requests, and releases."""
+        assert isinstance(self._function, BatchFunction)
+        inputs = {call.run: call.window.sources for call in calls if call.window is not None and call.has_input}
         try:
-            return self._call(requests, sources)
+            results = self._function.windows([run.request for run in inputs], list(inputs.values())) if inputs else ()
         except Exception:
-            # The error does not name a request: each request gets a call of its own.
-            return [self._compute_alone(request, source) for request, source in zip(requests, sources, strict=True)]
+            results = ()  # The error does not name a request: each request gets a call of its own.
+        computed = dict(zip(inputs, results, strict=False))
 
-    def _compute_alone(self, request: StageRequest, sources: Sources) -> StageOutput | Exception:
+        def window(run: _Run, sources: Sources) -> Any:
+            return _value_of(computed[run]) if run in computed else self._window(run, sources)
+
+        with self.outbox.batch():
+            return [call.run for call in calls if self._call(call, window, timer)]
+
+    def _window(self, run: _Run, sources: Sources) -> Any:
+        return self._function.window(run.state, sources)
+
+    def _call(self, call: _Call, window: Callable[[_Run, Sources], Any], timer: StepTimer) -> bool:
+        """
+        Args:
+            window: What the function returns for a window.
+
+        Returns:
+            Whether the request has ended.
+        """
+        run = call.run
         try:
-            return self.compute(request, sources)
+            has_ended = self._advance(call, window, timer)
         except Exception as error:
-            return error
+            self._release(run)
+            self.outbox.put(Error.from_exception(run.request_id, error, isinstance(error, InvalidRequestError)))
+            return True
+        if not has_ended and run.aborted.is_set():
+            self._release(run)
+            return True
+        return has_ended
 
-    def _call(self, requests: list[StageRequest], sources: list[Sources]) -> list[StageOutput | Exception]:
-        results = self._function(requests, sources)
-        if not isinstance(results, Sequence) or len(results) != len(requests):
-            raise TypeError(f"{self._function_path} must return a list with one result for each of {len(requests)}")
-        return [self._as_output(request, result) for request, result in zip(requests, results, strict=True)]
+    def _advance(self, call: _Call, window: Callable[[_Run, Sources], Any], timer: StepTimer) -> bool:
+        """Sends the output for a window, and the end of the request if it is the last. Whether it is complete."""
+        run, item, last = call.run, call.window, None
+        if item is None:
+            return False
+        if isinstance(item, NewRequest):
+            parameters = convert(run.request.parameters, self._function.parameters)
+            run.state = self._function.begin(run.request, parameters)
+            run.has_begun = True
+        if call.has_input:
+            values = window(run, item.sources)
+            if self._plain is not None and not (self._plain.streams and isinstance(values, Iterator)):
+                values = self._as_output(run, values)
+                if item.is_last:  # One message has this output and the end.
+                    last, values = values, None
+            self._send(run, values, timer)
+        if not item.is_last or run.aborted.is_set():
+            return False
+        self._send(run, self._function.end(run.state), timer)
+        if run.aborted.is_set():
+            return False
+        run.has_begun = False
+        last = last or StageOutput(request_id=run.request_id, stage_id=self._stage_id)
+        self.outbox.put(Result(run.request_id, last))
+        return True
 
-    def _as_output(self, request: StageRequest, result: Any) -> StageOutput | Exception:
-        if isinstance(result, Exception):
-            return result
-        if not isinstance(result, dict):
-            return TypeError(f"{self._function_path} must return dicts, not {type(result).__name__}")
-        return make_stage_output(request, self._stage_id, result)
+    def _send(self, run: _Run, values: Any, timer: StepTimer) -> None:
+        """Sends pieces of output as they are made, until an abort."""
+        pieces = values if isinstance(values, Iterator) else iter(() if values is None else (values,))
+        try:
+            for piece in pieces:
+                timer.restart()
+                if not self._is_live(run):
+                    return
+                self.outbox.put(Stream(run.request_id, self._as_output(run, piece)))
+        finally:
+            if isinstance(pieces, Generator):
+                pieces.close()
+
+    def _is_live(self, run: _Run) -> bool:
+        """Whether a request has not been aborted. Without threads, the inbox is read first."""
+        while not self._timers and not self.inbox.empty():
+            self._read(self.inbox.get())
+        if self._is_stopping:
+            run.aborted.set()
+        return not run.aborted.is_set()
+
+    def _as_output(self, run: _Run, piece: Any) -> StageOutput:
+        if isinstance(piece, StageOutput):
+            return piece
+        if isinstance(piece, dict):
+            return make_stage_output(run.request, self._stage_id, piece)
+        name = type(self._function).__name__
+        expected = f"{name} must return or yield dicts" if self._plain is None else self._plain.wrong_type
+        raise TypeError(f"{expected}, not {type(piece).__name__}")
+
+    def _release(self, run: _Run) -> None:
+        """Releases the state of a request that is not complete."""
+        if not run.has_begun:
+            return
+        run.has_begun = False
+        try:
+            self._function.abort(run.state)
+        except Exception:
+            log = about(logger, request_id=run.request_id, stage=self._function.stage.label)
+            log.exception("the state of a request could not be released")
+
+
+def _value_of(result: Any) -> Any:
+    """A function's result. Raises it if it is an exception."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def make_stage_output(request: StageRequest, stage_id: int, values: dict[str, Any]) -> StageOutput:

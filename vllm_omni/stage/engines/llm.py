@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
@@ -88,9 +88,8 @@ class LLMStageEngine(StageEngine):
             config.parallel_config.placement_group = _join_cluster(self._workers)
         return config
 
-    def must_start_first(self) -> bool:
-        # vLLM makes the expert group of a process with its first engine, and only if that engine has experts.
-        return self._vllm_config.model_config.is_moe
+    def compiles_at_start(self) -> bool:
+        return self._vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
 
     def start(self) -> None:
         log_stats = self._log_stats or not self._engine_args.disable_log_stats
@@ -213,7 +212,7 @@ class LLMStageEngine(StageEngine):
             elif is_suspect:
                 request.num_retries += 1
                 for engine_id in batch.keys() & set(request.engine_ids):
-                    self._engine.quarantine(engine_id, batch[engine_id])
+                    self._engine.isolate(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.
 

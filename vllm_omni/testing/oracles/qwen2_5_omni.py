@@ -76,7 +76,7 @@ def repair_talker_prefill(model: Qwen2_5OmniForConditionalGeneration) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if kwargs.get("attention_mask") is None:
             rows = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
-            cache = kwargs.get("past_key_values")
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # from transformers 5.24 on, and before
             past = 0 if cache is None else cache.get_seq_length()
             kwargs["attention_mask"] = rows.new_ones(rows.shape[0], past + rows.shape[1], dtype=torch.long)
         return args, kwargs

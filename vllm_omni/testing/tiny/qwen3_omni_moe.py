@@ -57,6 +57,7 @@ class Size:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
+    experts: int = 8
     expert_hidden: int = 64
     tower_hidden: int = 64
     tower_layers: int = 2
@@ -104,12 +105,13 @@ SIZES = {
 }
 
 
-def write(path: Path, seed: int, size: str) -> None:
+def write(path: Path, seed: int, size: str | Size) -> None:
     """Writes the whole checkpoint into the empty folder `path`."""
+    size = SIZES[size] if isinstance(size, str) else size
     tokenizer = make_tokenizer()
-    config = make_config(SIZES[size], tokenizer)
+    config = make_config(size, tokenizer)
     model = Qwen3OmniMoeForConditionalGeneration(config)
-    fill_random(model, seed, SIZES[size].layer_gain, heads=HEADS)
+    fill_random(model, seed, size.layer_gain, heads=HEADS)
     fill_random(model.code2wav, seed, VOCODER_GAIN)
     _shape_outputs(model, tokenizer)
     model.generation_config = generation_config(tokenizer)
@@ -179,7 +181,7 @@ def _thinker_config(size: Size, vocab_size: int, media_ids: dict[str, int]) -> d
         "vocab_size": vocab_size,
         **decoder(size.hidden, size.layers, size.heads, size.kv_heads),
         "head_dim": size.head_dim,
-        "num_experts": 8,
+        "num_experts": size.experts,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": size.expert_hidden,
         "norm_topk_prob": True,

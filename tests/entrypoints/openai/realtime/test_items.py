@@ -2,6 +2,7 @@
 """What a session accepts can be read by every response that follows; what cannot be read is refused."""
 
 import base64
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,28 @@ def test_a_broken_picture_is_refused(url: str) -> None:
         assert "What is it?" in item.content[0].transcript
 
     converse(session_app(FakeChat()), main, model=MODEL)
+
+
+def test_a_picture_is_fetched_once(tmp_path: Path) -> None:
+    """Whatever its address has later, and however many responses read it."""
+    file = tmp_path / "latest.png"
+    file.write_bytes(picture := png(8, 8))
+
+    async def main(session: Session) -> None:
+        item = await create(session, image(file.as_uri()))
+        assert item.content[0].image_url == file.as_uri()
+        file.unlink()
+        for _ in range(2):
+            assert (await session.respond())[-1].response.status == "completed"
+        await session.connection.conversation.item.create(item=user(image(file.as_uri())))
+        assert "no such file" in (await session.error()).message
+        file.write_bytes(picture + bytes(1000))
+        await session.connection.conversation.item.create(item=user(image(file.as_uri())))
+        assert "--max-realtime-text-bytes" in (await session.error()).message, "what is kept is counted"
+        assert (await session.respond())[-1].response.status == "completed"
+
+    flags = {"allowed_local_media_path": str(tmp_path), "max_realtime_text_bytes": 1000}
+    converse(session_app(FakeChat(), **flags), main, model=MODEL)
 
 
 def test_more_pictures_than_the_model_reads() -> None:

@@ -17,7 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.int16_sound import assert_sounds_like
 from tests.entrypoints.openai.fake_server import over_http
-from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use
+from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use, with_flags
 from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS, TOOLS
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.wav_files import as_uri
@@ -414,17 +414,20 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
 USER: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
 
 
-def test_an_image_in_the_conversation(realtime_app: FastAPI) -> None:
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_fetched: bool) -> None:
     image = "data:image/png;base64," + base64.b64encode(png(56, 56)).decode()
+    (tmp_path / "a.png").write_bytes(png(56, 56))
+    url = (tmp_path / "a.png").as_uri() if is_fetched else image
 
     async def main(session: Session) -> Any:
-        content: Any = [{"type": "input_image", "image_url": image}, {"type": "input_text", "text": QUESTION}]
+        content: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
         item: Any = {"type": "message", "role": "user", "content": content}
         await session.connection.conversation.item.create(item=item)
         await session.until("conversation.item.done")
         return (await session.respond(output_modalities=["text"]))[-1].response
 
-    response = converse(realtime_app, main)
+    response = converse(with_flags(realtime_app, f"--allowed-local-media-path={tmp_path}"), main)
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": QUESTION}]
     expected = chat(realtime_app, [{"role": "user", "content": content}])
     assert response.output[0].content[0].text == expected.choices[0].message.content

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.realtime import response as response_module
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 LONG_TEXT = "x" * (1 << 20)
 ITEM: Any = {"id": "a", "type": "message", "role": "user", "content": [{"type": "input_text", "text": LONG_TEXT}]}
@@ -107,7 +108,8 @@ def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> No
                 await reads.wait()
                 texts.append(fields["delta"])
 
-        session = SessionContext(send=send, chat=FakeChat(hears=True), owner=b"", sample_rate=24_000, lead_s=10.0)  # type: ignore[arg-type]
+        chat: Any = FakeChat(hears=True)
+        session = SessionContext(send=send, chat=chat, client=RequestContext(), sample_rate=24_000, lead_s=10.0)
         output = {"format": {"type": "audio/pcm"}, "voice": "ann", "speed": 1.0}
         settings = {
             "model": "m", "instructions": "", "output_modalities": ["text"], "tools": [], "max_output_tokens": "inf",

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """CSM against HF's on the same weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.model_executor.models.speech import CodecTests, SpeechCase, SpeechCodec, SpeechModel, SpeechTests
-from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from tests.model_executor.models.speech import (
+    CodecTests,
+    CodeTests,
+    SpeechCase,
+    SpeechCodec,
+    SpeechModel,
+    check_refused,
+    load_prompts,
+    start_codec,
+    start_speaker,
+)
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.models.csm.backbone import OmniCsm
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
-from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
+from vllm_omni.model_executor.prompt_processor import PromptProcessor
 from vllm_omni.testing.oracles.csm import CsmReference, as_conversation
 
 from .prompts import PROMPTS, sound
@@ -22,35 +30,35 @@ MAX_FRAMES = 60
 
 
 @pytest.fixture(scope="module")
-def prompt_processor(tiny_csm: Path, pipeline: PipelineConfig) -> PromptProcessor:
-    processor = load_prompt_processor(pipeline.stages[0], str(tiny_csm))
-    assert processor is not None
-    return processor
+def prompt_processor(tiny_csm: Path) -> PromptProcessor:
+    return load_prompts("csm", tiny_csm)
 
 
-class TestCsm(SpeechTests, CodecTests):
+class TestCsm(CodeTests, CodecTests):
+    @pytest.fixture(scope="class")
+    def cases(self, reference: CsmReference) -> dict[str, SpeechCase]:
+        spoken = {name: reference.speak(prompt, MAX_FRAMES) for name, prompt in PROMPTS.items()}
+        return {name: SpeechCase(PROMPTS[name], speech.codes, speech.audio) for name, speech in spoken.items()}
+
     @pytest.fixture(scope="class")
     def model(
-        self, reference: CsmReference, prompt_processor: PromptProcessor, backbone_engine: OmniLLMEngine
-    ) -> SpeechModel:
-        spoken = {name: reference.speak(prompt, MAX_FRAMES) for name, prompt in PROMPTS.items()}
-        cases = {name: SpeechCase(PROMPTS[name], speech.codes, speech.audio) for name, speech in spoken.items()}
-        greedy = {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1}
-        return SpeechModel(backbone_engine, prompt_processor, cases, greedy)
+        self, tiny_csm: Path, cases: dict[str, SpeechCase], prompt_processor: PromptProcessor
+    ) -> Iterator[SpeechModel]:
+        with start_speaker(tiny_csm) as engine:
+            yield SpeechModel(engine, prompt_processor, cases, {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1})
 
     @pytest.fixture(scope="class")
-    def codec(self, tiny_csm: Path, pipeline: PipelineConfig, codec_engine: OmniLLMEngine) -> SpeechCodec:
-        input_processor = load_stage_input_processor(pipeline.stages[1], str(tiny_csm))
-        assert input_processor is not None
-        return SpeechCodec(codec_engine, input_processor)
+    def codec(self, tiny_csm: Path, cases: dict[str, SpeechCase]) -> Iterator[SpeechCodec]:
+        with start_codec("csm", tiny_csm, cases) as codec:
+            yield codec
 
-    def test_speech_ends_with_a_frame_of_zeros(self, model: SpeechModel) -> None:
+    def test_speech_ends_with_a_frame_of_zeros(self, model: SpeechModel, cases: dict[str, SpeechCase]) -> None:
         outputs = model.run(model.prompts)
-        ended = [name for name, case in model.cases.items() if not case.codes[-1].any()]
+        ended = [name for name, case in cases.items() if not case.codes[-1].any()]
         assert 2 < len(ended) < len(outputs)
         for name, output in outputs.items():
             assert output.outputs[0].finish_reason == ("stop" if name in ended else "length")
-            assert len(output.outputs[0].token_ids) == len(model.cases[name].codes) + (name not in ended)
+            assert len(output.outputs[0].token_ids) == cases[name].num_frames + (name not in ended)
 
     def test_a_sound_is_encoded_once(self, model: SpeechModel) -> None:
         def counts() -> CacheCounts:
@@ -83,25 +91,24 @@ def test_the_prompt_is_that_of_hf(prompt_processor: PromptProcessor, reference: 
 
 
 @pytest.mark.parametrize(
-    ("information", "message"),
+    ("information", "field"),
     [
-        ({"speaker": "ethan"}, "unknown speaker 'ethan'; this checkpoint has 0, 1"),
-        ({"ref_audio": sound(1, 0)}, "give both, or none"),
-        ({"ref_text": "yes"}, "give both, or none"),
-        ({"ref_text": "", "ref_audio": sound(1, 0)}, "ref_text is empty"),
-        ({"context": "hello"}, "context must be a list of turns, not str"),
-        ({"context": [{"text": "hello"}]}, r"context\[0\] must be a dict with text and audio"),
-        ({"context": [{"text": "a", "audio": sound(1, 0), "role": "0"}]}, r"context\[0\] must be a dict"),
-        ({"context": [{"text": "a", "audio": sound(1, 0), "speaker": "x"}]}, r"unknown context\[0\]: speaker 'x'"),
-        ({"context": [{"text": "a", "audio": sound(121, 0)}]}, r"context\[0\] must be a sound of at most 120 s"),
-        ({"language": "english"}, "reads no 'language'"),
+        ({"speaker": "ethan"}, "speaker 'ethan'"),
+        ({"ref_audio": sound(1, 0)}, "ref_text"),
+        ({"ref_text": "yes"}, "ref_audio"),
+        ({"ref_text": "", "ref_audio": sound(1, 0)}, "ref_text"),
+        ({"context": "hello"}, "context"),
+        ({"context": [{"text": "hello"}]}, "context[0]"),
+        ({"context": [{"text": "a", "audio": sound(1, 0), "role": "0"}]}, "context[0]"),
+        ({"context": [{"text": "a", "audio": sound(1, 0), "speaker": "x"}]}, "context[0]: speaker 'x'"),
+        ({"context": [{"text": "a", "audio": sound(121, 0)}]}, "context[0]"),
+        ({"language": "english"}, "'language'"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(
-    information: dict[str, Any], message: str, prompt_processor: PromptProcessor
+    information: dict[str, Any], field: str, prompt_processor: PromptProcessor
 ) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        prompt_processor({"prompt": "hello", "additional_information": information})
+    check_refused(prompt_processor, information, field)
 
 
 def test_special_tokens_in_a_text_are_refused(prompt_processor: PromptProcessor) -> None:

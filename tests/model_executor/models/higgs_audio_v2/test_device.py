@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.speech import decode_in_windows
+from tests.model_executor.models.speech import decode_in_windows, speak_frames
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
-from vllm_omni.model_executor.feedback import FedBackRows, RequestInput
+from vllm_omni.model_executor.feedback import RequestInput
 from vllm_omni.model_executor.layers.delay_pattern import DelayPattern
 from vllm_omni.model_executor.models.higgs_audio_v2.backbone import OmniHiggsAudio
 from vllm_omni.model_executor.models.higgs_audio_v2.codec import HiggsAudioEncoder, OmniHiggsAudioCodec
@@ -72,15 +72,7 @@ def speak(backbone: Backbone, device: torch.device) -> list[torch.Tensor]:
     for slot, params in enumerate((SAMPLED, SamplingParams(temperature=0))):
         strategy.begin(slot, RequestInput([], prompts[slot], params, True))
     made = [strategy.prompt_rows(0, 1, 8), strategy.prompt_mask(0, 0, 9), strategy.prompt_rows(1, 0, 2)]
-    slots = torch.tensor([1, 0], device=device)
-    for frame in range(6):
-        strategy.save_hidden_states(slots, torch.randn(2, config.hidden_size).to(device))
-        rows = FedBackRows(torch.tensor([4, 0], device=device), slots, torch.full((2,), frame, device=device))
-        fed_back, again = strategy.feed_back(rows), strategy.replay(rows)
-        assert fed_back.is_last is not None and again.is_last is not None
-        made += [fed_back.embeds, fed_back.outputs["codes"], fed_back.is_last, again.embeds, again.is_last]
-    strategy.end(0)
-    return made
+    return made + speak_frames(strategy, config.hidden_size, device, num_frames=6)
 
 
 def test_inputs_and_outputs_of_the_backbone(backbone: Backbone, device: SimulatedDevice) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Higgs Audio v2 against HF's on the same weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,19 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.csm.prompts import sound
-from tests.model_executor.models.speech import CodecTests, SpeechCase, SpeechCodec, SpeechModel, SpeechTests
-from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
+from tests.model_executor.models.speech import (
+    CodecTests,
+    CodeTests,
+    SpeechCase,
+    SpeechCodec,
+    SpeechModel,
+    check_refused,
+    load_prompts,
+    start_codec,
+    start_speaker,
+)
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import CODEC
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
-from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
+from vllm_omni.model_executor.prompt_processor import PromptProcessor
 from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
 
 from .prompts import PROMPTS
@@ -22,36 +30,37 @@ MAX_ROWS = 60
 
 
 @pytest.fixture(scope="module")
-def prompt_processor(tiny_higgs_audio_v2: Path, pipeline: PipelineConfig) -> PromptProcessor:
-    processor = load_prompt_processor(pipeline.stages[0], str(tiny_higgs_audio_v2))
-    assert processor is not None
-    return processor
+def prompt_processor(tiny_higgs_audio_v2: Path) -> PromptProcessor:
+    return load_prompts("higgs_audio_v2", tiny_higgs_audio_v2)
 
 
-class TestHiggsAudio(SpeechTests, CodecTests):
+class TestHiggsAudio(CodeTests, CodecTests):
+    @pytest.fixture(scope="class")
+    def cases(self, reference: HiggsAudioReference) -> dict[str, SpeechCase]:
+        spoken = {name: reference.speak(prompt, MAX_ROWS) for name, prompt in PROMPTS.items()}
+        return {name: SpeechCase(PROMPTS[name], speech.codes, speech.audio) for name, speech in spoken.items()}
+
     @pytest.fixture(scope="class")
     def model(
-        self, reference: HiggsAudioReference, prompt_processor: PromptProcessor, backbone_engine: OmniLLMEngine
-    ) -> SpeechModel:
-        spoken = {name: reference.speak(prompt, MAX_ROWS) for name, prompt in PROMPTS.items()}
-        cases = {name: SpeechCase(PROMPTS[name], speech.codes, speech.audio) for name, speech in spoken.items()}
+        self, tiny_higgs_audio_v2: Path, cases: dict[str, SpeechCase], prompt_processor: PromptProcessor
+    ) -> Iterator[SpeechModel]:
         greedy = {"temperature": 0.0, "max_tokens": MAX_ROWS + 1}
-        return SpeechModel(backbone_engine, prompt_processor, cases, greedy, num_fixed=2)
+        with start_speaker(tiny_higgs_audio_v2) as engine:
+            yield SpeechModel(engine, prompt_processor, cases, greedy, num_fixed=2)
 
     @pytest.fixture(scope="class")
-    def codec(self, tiny_higgs_audio_v2: Path, pipeline: PipelineConfig, codec_engine: OmniLLMEngine) -> SpeechCodec:
-        input_processor = load_stage_input_processor(pipeline.stages[1], str(tiny_higgs_audio_v2 / CODEC))
-        assert input_processor is not None
-        return SpeechCodec(codec_engine, input_processor, num_held=4 + 10)
+    def codec(self, tiny_higgs_audio_v2: Path, cases: dict[str, SpeechCase]) -> Iterator[SpeechCodec]:
+        with start_codec("higgs_audio_v2", tiny_higgs_audio_v2 / CODEC, cases, num_held=4 + 10) as codec:
+            yield codec
 
-    def test_speech_ends_with_a_row_of_ends(self, model: SpeechModel) -> None:
+    def test_speech_ends_with_a_row_of_ends(self, model: SpeechModel, cases: dict[str, SpeechCase]) -> None:
         outputs = model.run(model.prompts)
         end = model.prompt_processor.hf_config.audio_stream_eos_id
-        ended = [name for name, case in model.cases.items() if (case.codes[-1] == end).all()]
+        ended = [name for name, case in cases.items() if (case.codes[-1] == end).all()]
         assert 2 < len(ended) < len(outputs)
         for name, output in outputs.items():
             assert output.outputs[0].finish_reason == ("stop" if name in ended else "length")
-            assert len(output.outputs[0].token_ids) == len(model.cases[name].codes) + (name not in ended)
+            assert len(output.outputs[0].token_ids) == cases[name].num_frames + (name not in ended)
 
 
 def test_the_prompt_is_that_of_hf(prompt_processor: PromptProcessor, reference: HiggsAudioReference) -> None:
@@ -61,22 +70,21 @@ def test_the_prompt_is_that_of_hf(prompt_processor: PromptProcessor, reference: 
 
 
 @pytest.mark.parametrize(
-    ("information", "message"),
+    ("information", "field"),
     [
-        ({"ref_audio": sound(1, 0)}, "give both, or none"),
-        ({"ref_text": "yes"}, "give both, or none"),
-        ({"ref_text": "", "ref_audio": sound(1, 0)}, "ref_text is empty"),
-        ({"ref_text": "yes", "ref_audio": sound(61, 0)}, "ref_audio must be a sound of at most 60 s"),
-        ({"instructions": ""}, "instructions is empty"),
+        ({"ref_audio": sound(1, 0)}, "ref_text"),
+        ({"ref_text": "yes"}, "ref_audio"),
+        ({"ref_text": "", "ref_audio": sound(1, 0)}, "ref_text"),
+        ({"ref_text": "yes", "ref_audio": sound(61, 0)}, "ref_audio"),
+        ({"instructions": ""}, "instructions"),
         ({"instructions": "a <|AUDIO_OUT|>"}, "special tokens"),
-        ({"speaker": "0"}, "reads no 'speaker'"),
+        ({"speaker": "0"}, "'speaker'"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(
-    information: dict[str, Any], message: str, prompt_processor: PromptProcessor
+    information: dict[str, Any], field: str, prompt_processor: PromptProcessor
 ) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        prompt_processor({"prompt": "hello", "additional_information": information})
+    check_refused(prompt_processor, information, field)
 
 
 @pytest.mark.parametrize("limits", [{"ras_win_len": 17}, {"ras_win_len": 7.0}, {"ras_win_max_num_repeat": 0}])

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import PretrainedConfig
-from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.engines import run_engine, start_engine
 from tests.model_executor.models.peak_memory import PeakMemory
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni import token2wav_bigvgan
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav import MAX_BATCH_FRAMES, OmniQwen2_5OmniToken2Wav
 from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_bigvgan import ActivatedConv, Activation, BigVGAN
@@ -172,30 +169,6 @@ def test_a_device_without_the_fast_layers_makes_the_same_wave(
     mels = [torch.randn(frames, 80) - 4 for frames in (2, 50, 9)]
     for wave, expected in zip(plain.decode(mels), vocoder.bigvgan.decode(mels), strict=True):
         torch.testing.assert_close(wave, expected, rtol=0, atol=1e-5)
-
-
-def test_an_engine_gives_hf_s_waves(tiny_qwen2_5_omni: Path, oracle: HFOracle) -> None:
-    engine: OmniLLMEngine = start_engine(
-        tiny_qwen2_5_omni,
-        engine_type="generation",
-        model_arch="Qwen2_5OmniToken2WavModel",
-        hf_config_name="token2wav_config",
-        engine_output_type="audio",
-        max_model_len=512,
-    )
-    lengths = (5, 30)
-    prompts = {
-        str(length): {
-            "prompt_token_ids": [0] * length,
-            "additional_information": {"codes": make_codes(length), "speaker": "ethan", "seed": length},
-        }
-        for length in lengths
-    }
-    outputs = run_engine(engine, prompts, SamplingParams(max_tokens=1, detokenize=False))
-    engine.close()
-    for length in lengths:
-        audio = outputs[str(length)].multimodal_output["audio"]  # type: ignore[attr-defined]
-        torch.testing.assert_close(audio, run_hf(oracle, make_codes(length), length, "ethan"), rtol=0, atol=1e-5)
 
 
 def test_activations_take_no_more_than_is_declared(vocoder: OmniQwen2_5OmniToken2Wav, monkeypatch) -> None:

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import PretrainedConfig
-from vllm.sampling_params import SamplingParams
 
-from tests.model_executor.models.engines import run_engine
 from tests.model_executor.models.peak_memory import PeakMemory
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.layers.causal_vocoder import group_by_length
 from vllm_omni.model_executor.layers.vocoder import MAX_BATCH_FRAMES, piece_length
 from vllm_omni.model_executor.models.qwen3_omni_moe.code2wav import OmniQwen3OmniMoeCode2Wav
 from vllm_omni.testing.hf_oracle import HFOracle
-
-from .helpers import Case
 
 LENGTHS = [1, 2, 40, 0, 45, 333]
 
@@ -180,20 +175,6 @@ def test_batches_hold_every_piece_once_and_little_padding() -> None:
         assert max(sizes) * len(sizes) <= 700
         assert min(sizes) >= 0.8 * max(sizes)
     assert len(batches) == 4
-
-
-def test_the_engine_gives_the_oracle_s_waveforms(code2wav_engine: OmniLLMEngine, cases: dict[str, Case]) -> None:
-    prompts = {
-        name: {
-            "prompt_token_ids": [0] * case.expected.codes.shape[1],
-            "additional_information": {"codes": case.expected.codes.T},
-        }
-        for name, case in cases.items()
-    }
-    outputs = run_engine(code2wav_engine, prompts, SamplingParams(max_tokens=1, detokenize=False))
-    for name, case in cases.items():
-        audio = outputs[name].multimodal_output["audio"]
-        torch.testing.assert_close(audio, case.expected.audio, rtol=0, atol=1e-4)
 
 
 def test_activations_take_no_more_than_is_declared(

@@ -8,12 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.model_executor.models.engines import TIGHT, start_engine
-from tests.model_executor.models.speech import SpeechCase, SpeechCodec, SpeechModel
-from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.utils import stage_configs_dir
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
-from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
+from tests.model_executor.models.speech import SpeechCase, SpeechModel, load_prompts, start_speaker
 
 from .prompts import MAX_FRAMES, PROMPTS
 
@@ -48,41 +43,7 @@ def read_cases(kind: str, size: str, fixtures: Path = FIXTURES) -> dict[str, Spe
     return cases
 
 
-def load_prompts(checkpoint: Path) -> PromptProcessor:
-    processor = load_prompt_processor(
-        load_pipeline_config(stage_configs_dir() / "qwen3_tts.yaml").stages[0], str(checkpoint)
-    )
-    assert processor is not None
-    return processor
-
-
 @contextmanager
 def start_talker(checkpoint: Path, cases: dict[str, SpeechCase]) -> Iterator[SpeechModel]:
-    engine = start_engine(
-        checkpoint,
-        engine_output_type="codes",
-        enable_prompt_embeds=True,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        **TIGHT | {"max_model_len": 128, "num_gpu_blocks_override": 6},  # Its prompts are short.
-    )
-    yield SpeechModel(engine, load_prompts(checkpoint), cases, GREEDY)
-    engine.close()
-
-
-@contextmanager
-def start_codec(checkpoint: Path) -> Iterator[SpeechCodec]:
-    folder = checkpoint / "speech_tokenizer"
-    engine = start_engine(
-        folder,
-        engine_type="generation",
-        model_arch="Qwen3TTSCodec",
-        hf_config_name="decoder_config",
-        engine_output_type="audio",
-        max_model_len=512,
-    )
-    stage = load_pipeline_config(stage_configs_dir() / "qwen3_tts.yaml").stages[1]
-    processor = load_stage_input_processor(stage, str(folder))
-    assert processor is not None
-    yield SpeechCodec(engine, processor)
-    engine.close()
+    with start_speaker(checkpoint, max_model_len=128, num_gpu_blocks_override=6) as engine:  # Its prompts are short.
+        yield SpeechModel(engine, load_prompts("qwen3_tts", checkpoint), cases, GREEDY)

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from vllm.sampling_params import SamplingParams
 
+from tests.model_executor.models.speech import load_prompts, speak_frames
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
 from vllm_omni.metrics.stats import CacheCounts
-from vllm_omni.model_executor.feedback import FedBackRows, InputPiece, RequestInput
+from vllm_omni.model_executor.feedback import InputPiece, RequestInput
 from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 from vllm_omni.model_executor.models.qwen3_tts.configuration import Qwen3TTSConfig
 from vllm_omni.model_executor.models.qwen3_tts.talker import OmniQwen3TTSTalker, Qwen3TTSFeedback, TextProjection
 
-from .helpers import load_prompts
 from .prompts import sound
 from .test_codec import load_encoders
 
@@ -69,7 +69,7 @@ def speak(talker: Talker, folder: Path, device: torch.device) -> list[torch.Tens
     """Inputs and outputs of a request that continues a reference, and of one whose text arrives in pieces."""
     model: Any = copy.deepcopy(talker).to(device)
     strategy = Qwen3TTSFeedback(model, FrameLoop(model.code_predictor, 1, max_frames=80), max_batch_size=1)
-    prompts, reference = load_prompts(folder), {"ref_audio": sound(0.5, 1)}
+    prompts, reference = load_prompts("qwen3_tts", folder), {"ref_audio": sound(0.5, 1)}
     prompt: Any = {"prompt": "hello there", "additional_information": {**reference, "ref_text": "the sea"}}
     stream = prompts.stream({"prompt": "", "additional_information": reference})
     first, last = stream.add("hello there ", is_last=False), stream.add("you", is_last=True)
@@ -81,15 +81,8 @@ def speak(talker: Talker, folder: Path, device: torch.device) -> list[torch.Tens
     made = [strategy.prompt_rows(0, 0, len(whole.prompt_token_ids)), strategy.prompt_rows(1, 1, 4)]
     assert strategy.first_outputs(1) == {}
     made.append(strategy.first_outputs(0)["ref_codes"])
-    slots = torch.tensor([1, 0], device=device)
     torch.manual_seed(1)
-    for frame in range(3):
-        strategy.save_hidden_states(slots, torch.randn(2, model.config.talker_config.hidden_size).to(device))
-        rows = FedBackRows(torch.tensor([4, 0], device=device), slots, torch.full((2,), frame, device=device))
-        fed_back, again = strategy.feed_back(rows), strategy.replay(rows)
-        made += [fed_back.embeds, fed_back.outputs["codes"], again.embeds]
-    strategy.end(0)
-    return made
+    return made + speak_frames(strategy, model.config.talker_config.hidden_size, device)
 
 
 @torch.no_grad()
@@ -97,7 +90,7 @@ def test_a_reference_is_encoded_once(folder: Path) -> None:
     torch.manual_seed(0)
     model: Any = Talker(folder)
     strategy = Qwen3TTSFeedback(model, FrameLoop(model.code_predictor, 3, max_frames=80), max_batch_size=3)
-    prompts, voice = load_prompts(folder), sound(0.5, 1)
+    prompts, voice = load_prompts("qwen3_tts", folder), sound(0.5, 1)
     continued = {"ref_audio": voice, "ref_text": "the sea"}
     for slot, information in enumerate((continued, continued, {"ref_audio": voice})):
         given: Any = prompts({"prompt": "hello there", "additional_information": information})

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model_executor.models.speech import load_prompts
 from vllm_omni.model_executor.prompt_processor import PromptProcessor
 
-from .helpers import load_prompts
 from .prompts import sound
 
 DESIGN, BASE, CUSTOM = "qwen3_tts_design", "qwen3_tts_base", "qwen3_tts"
@@ -19,7 +19,7 @@ DESIGN, BASE, CUSTOM = "qwen3_tts_design", "qwen3_tts_base", "qwen3_tts"
 
 @pytest.fixture
 def load(checkpoint: Callable[[str, str], Path]) -> Callable[..., PromptProcessor]:
-    return lambda kind, size="default": load_prompts(checkpoint(kind, size))
+    return lambda kind, size="default": load_prompts("qwen3_tts", checkpoint(kind, size))
 
 
 @pytest.mark.parametrize(

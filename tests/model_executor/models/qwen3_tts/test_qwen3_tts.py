@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.model_executor.models.speech import CodecTests, SpeechCodec, SpeechModel, SpeechTests
+from tests.model_executor.models.speech import CodecTests, CodeTests, SpeechCodec, SpeechModel, start_codec
 
-from .helpers import read_cases, start_codec, start_talker
+from .helpers import read_cases, start_talker
 from .prompts import PROMPTS
 
 Checkpoint = Callable[[str, str], Path]
 
 
-class TestQwen3TTS(SpeechTests, CodecTests):
+class TestQwen3TTS(CodeTests, CodecTests):
     @pytest.fixture(scope="class", params=["qwen3_tts_base", pytest.param("qwen3_tts", marks=pytest.mark.slow)])
     def kind(self, request: pytest.FixtureRequest) -> str:
         kind: str = request.param
@@ -27,16 +27,20 @@ class TestQwen3TTS(SpeechTests, CodecTests):
 
     @pytest.fixture(scope="class")
     def codec(self, kind: str, checkpoint: Checkpoint) -> Iterator[SpeechCodec]:
-        with start_codec(checkpoint(kind, "default")) as codec:
+        folder = checkpoint(kind, "default") / "speech_tokenizer"
+        with start_codec("qwen3_tts", folder, read_cases(kind, "default")) as codec:
             yield codec
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("qwen3_tts_design", "default"), *((kind, "large") for kind in PROMPTS)])
 def test_other_kinds_and_sizes(kind: str, size: str, checkpoint: Checkpoint) -> None:
-    folder = checkpoint(kind, size)
-    with start_talker(folder, read_cases(kind, size)) as model, start_codec(folder) as codec:
+    folder, cases = checkpoint(kind, size), read_cases(kind, size)
+    with (
+        start_talker(folder, cases) as model,
+        start_codec("qwen3_tts", folder / "speech_tokenizer", cases) as codec,
+    ):
         for name, prompt in model.prompts.items():
             model.check(model.run({name: prompt}))
         model.check(model.run(model.prompts))
-        CodecTests().test_the_waveform_is_that_of_one_decode_for_any_windows(-1, model, codec)
+        CodecTests().test_the_waveform_is_that_of_one_decode_for_any_windows(-1, codec)

@@ -6,6 +6,8 @@ tiny checkpoint it does not: in the reference a prompt alone and one in a padded
 most 4e-7 in each of 40 frames, the last no more than the tenth. So the bound is that of all other speech.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,8 @@ import pytest
 import torch
 
 from tests.model_executor.models.csm.prompts import sound
-from tests.model_executor.models.engines import PreemptionCounter
-from tests.model_executor.models.speech import SpeechModel
-from vllm_omni.config.loader import load_pipeline_config
-from vllm_omni.config.utils import stage_configs_dir
-from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processor
+from tests.model_executor.models.speech import SpeechModel, SpeechTests, check_refused, load_prompts, start_speaker
+from vllm_omni.model_executor.prompt_processor import PromptProcessor
 from vllm_omni.testing.oracles.vibevoice import Speech, VibeVoiceReference
 
 from .prompts import PROMPTS
@@ -28,100 +26,75 @@ SEED = 3
 TOLERANCE = 1e-4
 
 
+@dataclass(frozen=True)
+class Case:
+    prompt: dict[str, Any]
+    speech: Speech
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.speech.token_ids)
+
+    def check(self, output: Any) -> None:
+        assert list(output.outputs[0].token_ids)[:MAX_FRAMES] == self.speech.token_ids
+        torch.testing.assert_close(output.multimodal_output["audio"], self.speech.audio, rtol=0, atol=TOLERANCE)
+
+
 @pytest.fixture(scope="module")
 def prompt_processor(tiny_vibevoice: Path) -> PromptProcessor:
-    pipeline = load_pipeline_config(stage_configs_dir() / "vibevoice.yaml")
-    processor = load_prompt_processor(pipeline.stages[0], str(tiny_vibevoice))
-    assert processor is not None
-    return processor
+    return load_prompts("vibevoice", tiny_vibevoice)
 
 
 @pytest.fixture(scope="module")
-def model(prompt_processor: PromptProcessor, engine: OmniLLMEngine) -> SpeechModel:
-    return SpeechModel(engine, prompt_processor, {}, {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1, "seed": SEED})
-
-
-@pytest.fixture(scope="module")
-def expected(reference: VibeVoiceReference) -> dict[str, Speech]:
-    return {name: reference.speak(prompt, MAX_FRAMES, SEED) for name, prompt in PROMPTS.items()}
-
-
-def check(outputs: dict[str, Any], expected: dict[str, Speech]) -> None:
-    for name, output in outputs.items():
-        if name not in expected:
-            continue
-        speech = expected[name]
-        (completion,) = output.outputs
-        assert list(completion.token_ids)[:MAX_FRAMES] == speech.token_ids, name
-        torch.testing.assert_close(output.multimodal_output["audio"], speech.audio, rtol=0, atol=TOLERANCE)
-
-
-def test_requests_alone(model: SpeechModel, expected: dict[str, Speech]) -> None:
-    for name, prompt in PROMPTS.items():
-        check(model.run({name: prompt}), expected)
-    lengths = {len(speech.token_ids) for speech in expected.values()}
-    assert len(lengths) > 2 and min(lengths) > 1, "speech of different lengths, of which some has ended by itself"
-
-
-def test_all_at_once_with_chunks_and_preemptions(
-    model: SpeechModel, expected: dict[str, Speech], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preemptions = PreemptionCounter(model.engine, monkeypatch)
-    outputs = model.run({**PROMPTS, "other seed": PROMPTS["words"]}, own={"other seed": {"seed": SEED + 1}})
-    check(outputs, expected)
-    assert preemptions.count > 0
-    other, own = (outputs[name].multimodal_output["audio"] for name in ("other seed", "words"))
-    assert other.shape != own.shape or (other - own).abs().max() > 0.01
-
-
-def test_an_abort_leaves_the_others_and_nothing_else(model: SpeechModel, expected: dict[str, Speech]) -> None:
-    for name, prompt in PROMPTS.items():
-        given = model.prompt_processor(prompt)
-        for request_id in (name, f"{name}, aborted"):
-            model.engine.add_request(request_id, given.as_prompt(), given.apply_to(model.params()))
-    outputs: dict[str, Any] = {}
-    aborted = [f"{name}, aborted" for name in PROMPTS]
-    while model.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in model.engine.step()}  # type: ignore[misc]
-        model.engine.abort_request(aborted[-1:])
-        aborted = aborted[:-1]
-    check(outputs, expected)
-    model.engine.engine_core.get_output()  # what has ended is dropped with the next step
-    runner = model.runner
-    assert (len(runner.slots), runner.omni_info, runner.open_inputs, runner.requests) == (0, {}, set(), {})
-    assert runner.slots.lowest_free == 0 and runner.strategy._prompts == {}
-
-
-def test_a_step_that_raises_runs_again(
-    model: SpeechModel, expected: dict[str, Speech], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the sound was decoded: no noise is drawn twice, and no state has advanced."""
-    given = model.prompt_processor(PROMPTS["words"])
-    model.engine.add_request("words", given.as_prompt(), given.apply_to(model.params()))
-    outputs: dict[str, Any] = {}
-    for _ in range(3):
-        outputs |= {output.request_id: output for output in model.engine.step()}  # type: ignore[misc]
-    with monkeypatch.context() as patched:
-        patched.setattr(model.runner.model, "listen", _fail)
-        with pytest.raises(RuntimeError, match="it listens to nothing"):
-            model.engine.step()
-    model.engine.recover()
-    while model.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in model.engine.step()}  # type: ignore[misc]
-    check(outputs, expected)
+def cases(reference: VibeVoiceReference) -> dict[str, Case]:
+    return {name: Case(prompt, reference.speak(prompt, MAX_FRAMES, SEED)) for name, prompt in PROMPTS.items()}
 
 
 def _fail(*args: Any) -> None:
     raise RuntimeError("it listens to nothing")
 
 
+class TestVibeVoice(SpeechTests):
+    @pytest.fixture(scope="class")
+    def model(
+        self, tiny_vibevoice: Path, cases: dict[str, Case], prompt_processor: PromptProcessor
+    ) -> Iterator[SpeechModel]:
+        """Room for two requests of several seconds."""
+        greedy = {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1, "seed": SEED}
+        with start_speaker(tiny_vibevoice, engine_output_type="audio") as engine:
+            yield SpeechModel(engine, prompt_processor, cases, greedy)
+
+    def test_another_seed_is_other_speech(self, model: SpeechModel) -> None:
+        prompts = {"words": PROMPTS["words"], "other seed": PROMPTS["words"]}
+        outputs = model.run(prompts, own={"other seed": {"seed": SEED + 1}})
+        model.check(outputs)
+        other, own = (outputs[name].multimodal_output["audio"] for name in ("other seed", "words"))
+        assert other.shape != own.shape or (other - own).abs().max() > 0.01
+
+    def test_a_step_that_raises_runs_again(self, model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After the sound was decoded: no noise is drawn twice, and no state has advanced."""
+        given = model.prompt_processor(PROMPTS["words"])
+        model.engine.add_request("words", given.as_prompt(), given.apply_to(model.params()))
+        outputs: dict[str, Any] = {}
+        for _ in range(3):
+            outputs |= {output.request_id: output for output in model.engine.step()}  # type: ignore[misc]
+        with monkeypatch.context() as patched:
+            patched.setattr(model.runner.model, "listen", _fail)
+            with pytest.raises(RuntimeError, match="it listens to nothing"):
+                model.engine.step()
+        model.engine.recover()
+        while model.engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in model.engine.step()}  # type: ignore[misc]
+        model.check(outputs)
+
+
 def test_the_references_error_is_still_there(
-    reference: VibeVoiceReference, expected: dict[str, Speech], monkeypatch: pytest.MonkeyPatch
+    reference: VibeVoiceReference, cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It guides tokens, too."""
     monkeypatch.delattr(reference.model, "_get_logits_processor")
     spoken = [reference.speak(PROMPTS[name], MAX_FRAMES, SEED).token_ids for name in ("words", "voice", "voices")]
-    assert spoken != [expected[name].token_ids for name in ("words", "voice", "voices")]
+    assert spoken != [cases[name].speech.token_ids for name in ("words", "voice", "voices")]
 
 
 def test_the_prompt_is_that_of_hf(prompt_processor: PromptProcessor, reference: VibeVoiceReference) -> None:
@@ -144,24 +117,23 @@ def test_lines_of_a_script(prompt_processor: PromptProcessor, reference: VibeVoi
 
 
 @pytest.mark.parametrize(
-    ("information", "message"),
+    ("information", "field"),
     [
-        ({"ref_text": "yes"}, "reads no 'ref_text'"),
-        ({"instructions": "loud"}, "reads no 'instructions'"),
-        ({"ref_audio": sound(61, 0)}, "ref_audio must be a sound of at most 60 s"),
-        ({"speaker": "ann"}, "unknown speaker 'ann'"),
-        ({"guidance_scale": -1}, "guidance_scale must be a number"),
-        ({"context": {}}, "context must be a list"),
-        ({"context": [{"speaker": "1"}]}, r"context\[0\] must be a dict with audio"),
-        ({"context": [{"speaker": "1", "audio": sound(1, 0)}]}, "speaker 1, who says nothing"),
-        ({"ref_audio": sound(1, 0), "context": [{"audio": sound(1, 0)}]}, "speaker 0 has a voice already"),
+        ({"ref_text": "yes"}, "'ref_text'"),
+        ({"instructions": "loud"}, "'instructions'"),
+        ({"ref_audio": sound(61, 0)}, "ref_audio"),
+        ({"speaker": "ann"}, "speaker 'ann'"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"context": {}}, "context"),
+        ({"context": [{"speaker": "1"}]}, "context[0]"),
+        ({"context": [{"speaker": "1", "audio": sound(1, 0)}]}, "speaker 1"),
+        ({"ref_audio": sound(1, 0), "context": [{"audio": sound(1, 0)}]}, "speaker 0"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(
-    information: dict[str, Any], message: str, prompt_processor: PromptProcessor
+    information: dict[str, Any], field: str, prompt_processor: PromptProcessor
 ) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        prompt_processor({"prompt": "hello", "additional_information": information})
+    check_refused(prompt_processor, information, field)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class OutputSound:
         return self.format.encode(samples)
 
     def finish(self) -> bytes:
-        """The rest."""
+        """Returns the encoded samples that were not returned before."""
         return b"" if self._filter is None else self.format.encode(to_pcm16(self._filter.finish()))
 
     def seconds(self, data: bytes) -> float:

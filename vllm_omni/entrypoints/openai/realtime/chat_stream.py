@@ -9,17 +9,17 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
 from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta, read_deltas
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Message, Sound
+from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture, Sound
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
 from vllm_omni.errors import OmniError
+from vllm_omni.vllm_protocol import ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -84,23 +84,27 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat, request: OmniChatCompletionRequest, owner: bytes, sounds: Iterable[Sound]
+    chat: OmniServingChat,
+    request: OmniChatCompletionRequest,
+    client: RequestContext,
+    sounds: Iterable[Sound],
+    pictures: Iterable[Picture] = (),
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
     Run it in a task of its own: the request's context is the task's.
 
     Args:
-        owner: See `RequestContext`.
-        sounds: Those whose addresses its messages have.
+        client: See `SessionContext`.
+        sounds, pictures: Those whose addresses its messages have.
 
     Raises:
         ChatError: The request was refused, or failed.
     """
-    context = RequestContext.start()
-    context.owner = owner
+    context = RequestContext.start(client)
     context.shows_text_end = True
     context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
+    context.kept_files = {picture.address: picture.file for picture in pictures}
     try:
         answer = await chat.create_chat_completion(request)
         if isinstance(answer, ErrorResponse):

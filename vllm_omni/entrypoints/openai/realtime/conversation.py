@@ -58,7 +58,7 @@ class Sound:
 
     @property
     def url(self) -> str:
-        """Its address in messages; where another connector of vLLM's reads these, the sound itself, as a WAV file."""
+        """The sound's address in messages; where another connector of vLLM's reads these, a WAV file of it."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
         pcm = self.samples.astype("<i2").tobytes()
@@ -69,6 +69,27 @@ class Sound:
         return self.samples.astype(np.float32) / 32768.0, self.format.sample_rate
 
 
+@dataclass(frozen=True)
+class Picture:
+    """An image that was fetched when its item was added. Each response decodes it: decoded, it would take of the budget
+    of all requests for as long as its session.
+
+    Attributes:
+        file: As it was fetched.
+        address: Names it in messages, where only its session can use it.
+    """
+
+    file: bytes
+    address: str = field(default_factory=lambda: f"image:{random_uuid()}")
+
+    @property
+    def url(self) -> str:
+        """The file's address in messages; where another connector of vLLM's reads these, the file itself."""
+        if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
+            return self.address
+        return "data:image;base64," + _base64(self.file)
+
+
 @dataclass
 class Item:
     """One item.
@@ -77,6 +98,7 @@ class Item:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added.
+        pictures: Those of its images that were fetched, by index of its content.
         made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
             `spoken_length` of its text.
         sent_ms: What of it the client has got.
@@ -85,6 +107,7 @@ class Item:
     data: dict[str, Any]
     sounds: dict[int, Sound] = field(default_factory=dict)
     asr_settings: dict[str, Any] = field(default_factory=dict)
+    pictures: dict[int, Picture] = field(default_factory=dict)
     made_ms: float = 0.0
     text_length: int = 0
     sent_ms: float = 0.0
@@ -109,9 +132,10 @@ class Item:
 
     @property
     def num_chars_kept(self) -> int:
-        """The characters of its texts and images."""
+        """The characters of its texts and images, and the bytes of those that were fetched."""
         parts = [self.data, *self.content]
-        return sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
+        num_bytes = sum(len(picture.file) for picture in self.pictures.values())
+        return num_bytes + sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
 
     def with_sound(self) -> dict[str, Any]:
         """The data with the user's sounds, as they were sent."""
@@ -337,7 +361,8 @@ def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
             return {"type": "text", "text": sound.text}
         return {"type": "audio_url", "audio_url": {"url": sound.url}, "uuid": sound.address}
     if part["type"] == "input_image":
-        image = {"url": part["image_url"], **({"detail": part["detail"]} if "detail" in part else {})}
+        url = item.pictures[index].url if index in item.pictures else part["image_url"]
+        image = {"url": url, **({"detail": part["detail"]} if "detail" in part else {})}
         return {"type": "image_url", "image_url": image}
     return {"type": "text", "text": part["text"]}
 

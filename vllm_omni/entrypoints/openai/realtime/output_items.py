@@ -14,6 +14,7 @@ from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
 from vllm_omni.entrypoints.openai.realtime.config import Values
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 Send = Callable[..., Awaitable[None]]
 
@@ -27,19 +28,19 @@ class SessionContext:
     Attributes:
         send: Sends an event: its type and fields.
         chat: The handler of the requests.
-        owner: See `RequestContext`.
+        client: The context of the WebSocket, whose client sends all requests.
         sample_rate: Of the model's speech, in Hz.
         lead_s: How far the speech that was sent may be ahead of its playing, in seconds.
     """
 
     send: Send
     chat: OmniServingChat
-    owner: bytes
+    client: RequestContext
     sample_rate: int
     lead_s: float
 
 
-class Outlet:
+class ResponseWriter:
     """Where the items of one response go: to the client, and into the conversation unless it is out of band.
 
     Attributes:
@@ -87,11 +88,11 @@ class Output:
         item: The item, as far as it has been sent.
     """
 
-    def __init__(self, outlet: Outlet, index: int, data: dict[str, Any]) -> None:
+    def __init__(self, writer: ResponseWriter, index: int, data: dict[str, Any]) -> None:
         item = {"id": new_id("item"), "object": "realtime.item", "status": "in_progress", **data}
         self.item = Item(item)
-        self._outlet, self._index = outlet, index
-        self._opening: list[Callable[[], Awaitable[None]]] = [self._send_added, lambda: outlet.add_item(self.item)]
+        self._writer, self._index = writer, index
+        self._opening: list[Callable[[], Awaitable[None]]] = [self._send_added, lambda: writer.add_item(self.item)]
 
     async def open(self) -> None:
         """Sends the events of its start."""
@@ -99,28 +100,28 @@ class Output:
             await self._opening.pop(0)()
 
     async def _send_added(self) -> None:
-        await self._outlet.send("response.output_item.added", output_index=self._index, item=self.item.data)
+        await self._writer.send("response.output_item.added", output_index=self._index, item=self.item.data)
 
     async def finish(self, status: str) -> None:
         """Sends the events of its end."""
         await self.open()
         await self._finish_content()
         self.item.data["status"] = status
-        await self._outlet.finish_item(self.item)
-        await self._outlet.send("response.output_item.done", output_index=self._index, item=self.item.data)
+        await self._writer.finish_item(self.item)
+        await self._writer.send("response.output_item.done", output_index=self._index, item=self.item.data)
 
     async def _finish_content(self) -> None:
         raise NotImplementedError
 
     async def _send(self, event_type: str, **fields: Any) -> None:
-        await self._outlet.send(event_type, item_id=self.item.id, output_index=self._index, **fields)
+        await self._writer.send(event_type, item_id=self.item.id, output_index=self._index, **fields)
 
 
 class Call(Output):
     """A function call."""
 
-    def __init__(self, outlet: Outlet, index: int, call_id: str, name: str) -> None:
-        super().__init__(outlet, index, {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""})
+    def __init__(self, writer: ResponseWriter, index: int, call_id: str, name: str) -> None:
+        super().__init__(writer, index, {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""})
 
     async def write(self, arguments: str) -> None:
         self.item.data["arguments"] += arguments
@@ -140,8 +141,8 @@ class _Message(Output):
     played_at = 0.0
     """When a client that plays at once has played what was sent, as the time of the event loop."""
 
-    def __init__(self, outlet: Outlet, index: int) -> None:
-        super().__init__(outlet, index, {"type": "message", "role": "assistant", "content": []})
+    def __init__(self, writer: ResponseWriter, index: int) -> None:
+        super().__init__(writer, index, {"type": "message", "role": "assistant", "content": []})
         self._opening.append(self._add_part)
 
     @property
@@ -179,9 +180,9 @@ class SpokenMessage(_Message):
 
     part_type, content_type, field = "audio", "output_audio", "transcript"
 
-    def __init__(self, outlet: Outlet, index: int) -> None:
-        super().__init__(outlet, index)
-        self._sound = outlet.new_sound()
+    def __init__(self, writer: ResponseWriter, index: int) -> None:
+        super().__init__(writer, index)
+        self._sound = writer.new_sound()
 
     async def write(self, text: str) -> None:
         await self._write(text, "response.output_audio_transcript.delta")
@@ -208,7 +209,7 @@ class SpokenMessage(_Message):
         """Waits until so much more speech is within the lead."""
         now = asyncio.get_running_loop().time()
         self.played_at = max(self.played_at, now) + seconds
-        if (early := self.played_at - now - self._outlet.lead_s) > 0:
+        if (early := self.played_at - now - self._writer.lead_s) > 0:
             await asyncio.sleep(early)
 
     async def _finish_content(self) -> None:

@@ -23,8 +23,8 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
 )
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
-    Outlet,
     Output,
+    ResponseWriter,
     SessionContext,
     SpokenMessage,
     WrittenMessage,
@@ -70,10 +70,11 @@ class Response:
         self._turn = turn
         self._session, self._settings = session, settings
         self._conversation_id = conversation_id
-        self._outlet = Outlet(session, self.id, conversation, settings["audio"]["output"])
+        self._writer = ResponseWriter(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
         self._items = items
         self._sounds = [sound for item in items for sound in item.sounds.values()]
+        self._pictures = [picture for item in items for picture in item.pictures.values()]
         self._request = make_request(settings, self._messages())
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
@@ -168,7 +169,8 @@ class Response:
             if session.chat.asr_stage is not None:
                 await write_texts(session, self._items)
                 self._request.messages = self._messages()
-            async with aclosing(deltas_of(session.chat, self._request, session.owner, self._sounds)) as answer:
+            deltas = deltas_of(session.chat, self._request, session.client, self._sounds, self._pictures)
+            async with aclosing(deltas) as answer:
                 async for delta in answer:
                     self._note(delta)
                     has_text |= bool(delta.text.strip())
@@ -225,7 +227,7 @@ class Response:
             if not text.strip():
                 return
             spoken = self._settings["output_modalities"] == ["audio"]
-            message = (SpokenMessage if spoken else WrittenMessage)(self._outlet, len(self._outputs))
+            message = (SpokenMessage if spoken else WrittenMessage)(self._writer, len(self._outputs))
             await self._open(message)
             self._message = message
             self._note_in_item()
@@ -240,7 +242,7 @@ class Response:
         call = self._calls.get(delta["index"])
         if call is None:
             call_id = delta.get("id") or new_id("call")
-            call = Call(self._outlet, len(self._outputs), call_id, function.get("name") or "")
+            call = Call(self._writer, len(self._outputs), call_id, function.get("name") or "")
             self._calls[delta["index"]] = call
             await self._open(call)
         if arguments := function.get("arguments"):
@@ -274,8 +276,7 @@ class Response:
     def _usage_dict(self) -> dict[str, Any]:
         usage = self._usage
         read, written = usage.get("prompt_tokens", 0), usage.get("completion_tokens") or 0
-        heard, seen = self._mm_token_counts.get("audio", 0), self._mm_token_counts.get("image", 0)
-        spoken = (usage.get("completion_tokens_details") or {}).get("audio_tokens", 0)
+        audio_tokens = (usage.get("completion_tokens_details") or {}).get("audio_tokens", 0)
         others = sum(self._mm_token_counts.values())
         return {
             "total_tokens": read + written,
@@ -283,11 +284,11 @@ class Response:
             "output_tokens": written,
             "input_token_details": {
                 "text_tokens": read - others,
-                "audio_tokens": heard,
-                "image_tokens": seen,
+                "audio_tokens": self._mm_token_counts.get("audio", 0),
+                "image_tokens": self._mm_token_counts.get("image", 0),
                 "cached_tokens": self._num_cached_tokens,
             },
-            "output_token_details": {"text_tokens": written - spoken, "audio_tokens": spoken},
+            "output_token_details": {"text_tokens": written - audio_tokens, "audio_tokens": audio_tokens},
         }
 
 

@@ -37,7 +37,7 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import (
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
 from vllm_omni.entrypoints.openai.realtime.session import Session
-from vllm_omni.entrypoints.openai.request_context import RequestContext, client_of
+from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.errors import OmniError
 
@@ -116,7 +116,7 @@ class ServingRealtime:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Runs a session until it ends."""
-        client = client_of(websocket)
+        client = RequestContext.of(websocket).client
         if (reason := self._is_full(client)) is not None:
             headers = {"Retry-After": str(_RETRY_S)}
             await _deny(websocket, f"{reason}; try again later", HTTPStatus.TOO_MANY_REQUESTS, headers)
@@ -161,7 +161,7 @@ class ServingRealtime:
             self._rules,
             values,
             self._limits,
-            owner=RequestContext.of(websocket).owner,
+            client=RequestContext.of(websocket),
             sample_rate=self._sample_rate,
             threads=self._threads,
             media=self._media,

@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
+    Picture,
     Sound,
     decode_base64,
     read_item,
@@ -66,7 +67,7 @@ class Session:
         values: Values,
         limits: RealtimeLimits,
         *,
-        owner: bytes,
+        client: RequestContext,
         sample_rate: int,
         threads: Executor,
         media: MediaFetcher,
@@ -76,7 +77,7 @@ class Session:
         Args:
             websocket: An accepted connection.
             values: The configuration that it starts with.
-            owner: See `RequestContext`.
+            client: See `SessionContext`.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
             media: Reads the images of items.
@@ -85,11 +86,11 @@ class Session:
         self.id = new_id("sess")
         self._websocket, self._rules, self._limits = websocket, rules, limits
         self._media, self._send_timeout_s = media, send_timeout_s
-        self._chat, self._owner, self._threads = chat, owner, threads
+        self._chat, self._client, self._threads = chat, client, threads
         self._expires_at = time.time() + limits.max_realtime_session_s
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
-            send=self._send, chat=chat, owner=owner, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
+            send=self._send, chat=chat, client=client, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
         )
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
@@ -343,23 +344,28 @@ class Session:
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
-        await self._check_images(item, sum(len(other.images) for other in self._conversation), "item")
+        await self._read_images(item, sum(len(other.images) for other in self._conversation), "item")
+        if item.pictures:
+            self._check_room("item.content", num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 
-    async def _check_images(self, item: Item, num_others: int, at: str) -> None:
-        """Refuses images that no response could read; `num_others`: those that it would read with them."""
+    async def _read_images(self, item: Item, num_others: int, at: str) -> None:
+        """Fetches images, once, and refuses those that no response could read; `num_others`: those that it would read
+        with them."""
         for number, (index, url) in enumerate(item.images.items(), num_others + 1):
             param = f"{at}.content[{index}].image_url"
             if number > self._rules.max_images:
                 raise EventError(
                     f"this model reads {self._rules.max_images} images at once; delete items", param, "unsupported"
                 )
-            RequestContext.start().owner = self._owner
+            RequestContext.start(self._client)
             try:
-                await self._media.images([url], param)
+                file = await self._media.image_file(url, param)
             except Exception as error:
                 refusal = as_chat_error(error)
                 raise EventError(refusal.message, param, refusal.code, refusal.type) from error
+            if file is not None and not url.startswith("data:"):
+                item.pictures[index] = Picture(file)
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
         previous = self._conversation.add(item, previous_id)
@@ -410,7 +416,7 @@ class Session:
             num_images = 0
             for i, item in enumerate(items):
                 if not isinstance(params.input[i], ResponseItemReference):
-                    await self._check_images(item, num_images, f"response.input[{i}]")
+                    await self._read_images(item, num_images, f"response.input[{i}]")
                 num_images += len(item.images)
         try:
             response = Response(

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from openai.types.audio.transcription import UsageDuration
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end
 from vllm_omni.entrypoints.openai.realtime.config import Values, transcription_request
@@ -16,6 +15,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, stage_prompt, token_usage
+from vllm_omni.vllm_protocol import UsageInfo
 
 _EVENT = "conversation.item.input_audio_transcription"
 _MAX_AT_ONCE = 4  # By the model; further ones wait.
@@ -28,8 +28,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
         ChatError: It failed.
     """
     sounds = [(sound, item.asr_settings) for item in items for sound in item.sounds.values() if sound.text is None]
-    context = RequestContext.start()
-    context.owner = session.owner
+    context = RequestContext.start(session.client)
     context.kept_sounds = {sound.address: sound.decoded for sound, _ in sounds}
     stage = session.chat.asr_stage
     assert stage is not None
@@ -44,7 +43,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
 
 
 class InputTranscriptions:
-    """Those of one session."""
+    """The transcriptions of one session's input."""
 
     def __init__(self, session: SessionContext, model: str) -> None:
         """
@@ -99,7 +98,7 @@ class InputTranscriptions:
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model
-        deltas = read_texts(deltas_of(self._session.chat, request, self._session.owner, [sound]), transcript)
+        deltas = read_texts(deltas_of(self._session.chat, request, self._session.client, [sound]), transcript)
         async with self._slots, aclosing(deltas):
             async for delta in deltas:
                 yield delta

@@ -136,7 +136,7 @@ class CsmFeedback(WholePromptFeedback):
         self._config = model.config
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information is that of a `CsmPromptProcessor`."""
+        """Reads the information of a `CsmPromptProcessor`."""
         self.set_input(slot, self._embed_prompt(**request.information), request.params)
 
     def _embed_prompt(self, text_ids: torch.Tensor, sounds: torch.Tensor, sound_sizes: torch.Tensor) -> torch.Tensor:

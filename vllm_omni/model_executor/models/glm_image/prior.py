@@ -22,7 +22,7 @@ from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStra
 
 
 class OmniGlmImage(Glm4ForCausalLM):
-    """Its head has image tokens only; its embedding has text as well."""
+    """A language model whose head has image tokens only; its embedding has text as well."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config: Any = vllm_config.model_config.hf_config
@@ -87,7 +87,7 @@ class GlmImageFeedback(FeedbackStrategy):
         self._image_ids: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information is that of a `GlmImagePromptProcessor`."""
+        """Reads the information of a `GlmImagePromptProcessor`."""
         device = next(self._model.parameters()).device
         token_ids = torch.tensor(request.token_ids, device=device)
         if "pixel_values" in request.information:

@@ -29,9 +29,9 @@ Grid = tuple[int, int]
 
 
 class GlmImagePromptProcessor(PromptProcessor):
-    """Its information: `mrope_positions`, int64 `[3, tokens]`, of the prompt and of all tokens that are made;
-    `num_tokens`, how many these are, the last of them those of the grid `target`; `sources`, the grids of the input
-    images. With images also `pixel_values` and `image_grid_thw`, as the processor returns them.
+    """Makes prompts with this information: `mrope_positions`, int64 `[3, tokens]`, of the prompt and of all tokens that
+    are made; `num_tokens`, how many these are, the last of them those of the grid `target`; `sources`, the grids of
+    the input images. With images also `pixel_values` and `image_grid_thw`, as the processor returns them.
     """
 
     fields: ClassVar[tuple[str, ...]] = ("prompt", "multi_modal_data")

@@ -211,7 +211,7 @@ class HiggsAudioFeedback(WholePromptFeedback):
         self.row_mask: torch.Tensor = model.model.is_sound
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information is that of a `HiggsAudioPromptProcessor`."""
+        """Reads the information of a `HiggsAudioPromptProcessor`."""
         text_ids = request.information["text_ids"].to(self.row_mask.device)
         embeds = self._model.embed_prompt(self.sound_cache, text_ids, request.information["sound"])
         self.set_input(slot, embeds, request.params)

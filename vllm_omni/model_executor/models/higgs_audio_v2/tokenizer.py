@@ -19,7 +19,7 @@ from transformers.models.xcodec.modeling_xcodec import XcodecVectorQuantization
 from vllm_omni.model_executor.layers.resample import resample
 
 CODEC = "bosonai/higgs-audio-v2-tokenizer"
-"""Its checkpoint: a folder of the pipeline's checkpoint, otherwise a name on the hub."""
+"""The tokenizer's checkpoint: a folder of the pipeline's checkpoint, otherwise a name on the hub."""
 
 SEMANTIC_PADDING = 160
 """Samples on either side of what the semantic model reads."""

@@ -107,7 +107,7 @@ class TalkerFeedback(FrameFeedback):
         self._prompt_builder = prompt_builder
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information holds the fields of `ThinkerRows`."""
+        """Reads information with the fields of `ThinkerRows`."""
         prompt, text = self._prompt_builder(ThinkerRows.pop_from(request.information), self._codec_embedding)
         self.set_input(slot, prompt, text, request.is_complete)
         self._frames.begin(slot, request.params, RESIDUAL_FILTER)

@@ -52,7 +52,7 @@ class Decoder(StatefulCode2Wav):
 
 
 class OmniQwen3TTSCodec(Code2Wav):
-    """Its checkpoint is the folder `speech_tokenizer`, its configuration that one's `decoder_config`."""
+    """The codec in the checkpoint's folder `speech_tokenizer`; its configuration is that one's `decoder_config`."""
 
     checkpoint_prefix: ClassVar[str] = "decoder."
 

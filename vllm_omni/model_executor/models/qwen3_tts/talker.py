@@ -170,7 +170,7 @@ class Qwen3TTSFeedback(FrameFeedback):
         self._references: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information is that of a `Qwen3TTSPromptProcessor`."""
+        """Reads the information of a `Qwen3TTSPromptProcessor`."""
         text_ids = request.information.pop(self.text_key)
         prompt, self._references[slot] = self._model.embed_prompt(self._sounds, **request.information)
         self.set_input(slot, prompt, self.embed_text(text_ids), request.is_complete)

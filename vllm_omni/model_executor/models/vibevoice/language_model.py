@@ -187,7 +187,7 @@ class VibeVoiceFeedback(FeedbackStrategy):
         self._speak(like.new_zeros(1, self._latent_size), torch.zeros(1, dtype=torch.int64, device=like.device))
 
     def begin(self, slot: int, request: RequestInput) -> None:
-        """Its information is that of a `VibeVoicePromptProcessor`."""
+        """Reads the information of a `VibeVoicePromptProcessor`."""
         self._noise.begin(slot, request.params)
         self._prompts[slot] = self._embed_prompt(slot, **request.information)
         self._frames.reserve(slot, 1)

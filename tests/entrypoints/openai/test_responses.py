@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's Responses API, Anthropic's Messages and batches of chats: the texts are those of the chat.
+
+Clients, unmodified, with the application in this process.
+"""
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from fastapi import FastAPI
+
+from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
+from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, png
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai import responses
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.responses import OwnedStore, num_bytes
+
+GROUP = "app"
+QUESTION = "Why is the sea blue?"
+NUM_TOKENS = 12
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0.0}
+LONG = "why " * 3000
+
+
+@pytest.fixture(scope="module")
+def app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
+    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
+
+
+def chat(app: FastAPI, *messages: Any) -> str:
+    async def main(client: openai.AsyncOpenAI) -> str:
+        answer = await client.chat.completions.create(messages=list(messages), max_tokens=NUM_TOKENS, **GREEDY)
+        return answer.choices[0].message.content or ""
+
+    return use(app, main)
+
+
+def respond(app: FastAPI, given: Any, **fields: Any) -> Any:
+    return use(app, lambda client: client.responses.create(input=given, **GREEDY, **_limited(fields)))
+
+
+def _limited(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"max_output_tokens": NUM_TOKENS, **fields}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+class TestResponses:
+    def test_whole_and_streamed(self, app: FastAPI) -> None:
+        async def main(client: openai.AsyncOpenAI) -> tuple[list[str], str]:
+            async with client.responses.stream(input=QUESTION, max_output_tokens=NUM_TOKENS, **GREEDY) as stream:
+                types = [event.type async for event in stream]
+                return types, (await stream.get_final_response()).output_text
+
+        expected = chat(app, user(QUESTION))
+        answer = respond(app, QUESTION)
+        assert answer.output_text == expected and answer.usage.output_tokens == NUM_TOKENS
+        types, text = use(app, main)
+        assert text == expected and (types[0], types[-1]) == ("response.created", "response.completed")
+
+    def test_media(self, app: FastAPI) -> None:
+        picture, sound = data_uri("image/png", png()), audio_file("flac")
+        data = {"data": base64.b64encode(sound).decode(), "format": "flac"}
+        asked = {"type": "text", "text": "What is this?"}
+        expected = chat(
+            app,
+            user(
+                [
+                    {"type": "image_url", "image_url": {"url": picture}},
+                    {"type": "input_audio", "input_audio": data},
+                    asked,
+                ]
+            ),
+        )
+        given = [
+            user(
+                [
+                    {"type": "input_image", "image_url": picture},
+                    {"type": "input_audio", "input_audio": data},
+                    {"type": "input_text", "text": "What is this?"},
+                ]
+            )
+        ]
+        assert respond(app, given).output_text == expected
+        assert expected != chat(app, user([asked]))
+
+    def test_a_second_turn_continues_the_first(self, app: FastAPI) -> None:
+        first = respond(app, QUESTION)
+        second = respond(app, "And the sky?", previous_response_id=first.id)
+        story = [user(QUESTION), {"role": "assistant", "content": first.output_text}, user("And the sky?")]
+        assert second.output_text == chat(app, *story)
+        assert use(app, lambda client: client.responses.retrieve(second.id)).output_text == second.output_text
+
+    def test_in_the_background(self, app: FastAPI) -> None:
+        async def main(client: openai.AsyncOpenAI) -> tuple[str, Any]:
+            queued = await client.responses.create(
+                input=QUESTION, background=True, max_output_tokens=NUM_TOKENS, **GREEDY
+            )
+            answer = queued
+            while answer.status in ("queued", "in_progress"):
+                await asyncio.sleep(0.01)
+                answer = await client.responses.retrieve(queued.id)
+            return queued.status or "", answer
+
+        status, answer = use(app, main)
+        assert (status, answer.status, answer.output_text) == ("queued", "incomplete", chat(app, user(QUESTION)))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            (LONG, "maximum context length"),
+            ([5], r"input\[0\]"),
+            ([user([{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}])], "cannot be read"),
+            (
+                [user([{"type": "input_audio", "input_audio": {"data": 5}}])],
+                r"input\[0\].content\[0\].input_audio.data",
+            ),
+            ([user([{"type": "nothing"}])], r"input\[0\].content\[0\]"),
+        ],
+    )
+    def test_a_wrong_input(self, app: FastAPI, given: Any, words: str, stream: bool) -> None:
+        with pytest.raises(openai.BadRequestError, match=words):
+            respond(app, given, stream=stream)
+
+    def test_an_unknown_response(self, app: FastAPI) -> None:
+        for call in (
+            lambda client: client.responses.retrieve("resp_nothing"),
+            lambda client: client.responses.cancel("resp_nothing"),
+            lambda client: client.responses.create(input="x", previous_response_id="resp_nothing", model=MODEL),
+        ):
+            with pytest.raises(openai.NotFoundError, match="resp_nothing"):
+                use(app, call)
+
+
+class TestStore:
+    def test_only_the_owner_finds_an_entry(self) -> None:
+        store = OwnedStore()
+        RequestContext.start().owner = b"one"
+        store["id"] = "text"
+        assert store.get("id") == "text" and list(store) == ["id"]
+        RequestContext.start().owner = b"two"
+        assert store.get("id") is None and len(store) == 0
+
+    def test_the_oldest_leave(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(responses, "MAX_STORED", 2)
+        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 100)
+        store = OwnedStore()
+        for name in ("a", "b", "c"):
+            store[name] = name
+        assert list(store) == ["b", "c"]
+        store["d"] = [{"content": "x" * 99}]
+        assert list(store) == ["c", "d"]
+        store["e"] = "x" * 1000
+        assert list(store) == ["e"], "the newest stays, however large it is"
+
+    def test_calls_of_an_earlier_response_are_repeated(self, app: FastAPI) -> None:
+        from openai.types.responses import ResponseFunctionToolCall
+
+        handler = app.state.openai_serving_responses
+        call = ResponseFunctionToolCall(call_id="call", name="look", arguments="{}", type="function_call")
+        handler.response_store["resp"] = SimpleNamespace(output=[call])
+        assert handler._earlier_calls("resp") == [call] and handler._earlier_calls(None) == []
+        del handler.response_store["resp"]
+
+    def test_sizes(self) -> None:
+        assert num_bytes([{"a": "xx", "b": ["y", 5, None]}]) == 3
+
+
+def messages(app: FastAPI, main: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
+            client = anthropic.AsyncAnthropic(base_url="http://server", api_key="none", max_retries=0, http_client=http)
+            return await main(client)
+
+    return asyncio.run(run())
+
+
+ASKED: dict[str, Any] = {
+    "model": MODEL, "max_tokens": NUM_TOKENS, "messages": [user(QUESTION)], "extra_body": {"temperature": 0.0},
+}  # fmt: skip
+
+
+class TestMessages:
+    def test_whole_and_streamed(self, app: FastAPI) -> None:
+        async def stream(client: anthropic.AsyncAnthropic) -> str:
+            async with client.messages.stream(**ASKED) as answer:
+                return "".join([text async for text in answer.text_stream])
+
+        expected = chat(app, user(QUESTION))
+        answer = messages(app, lambda client: client.messages.create(**ASKED))
+        assert answer.content[0].text == expected and answer.stop_reason == "max_tokens"
+        assert messages(app, stream) == expected
+        counted = messages(app, lambda client: client.messages.count_tokens(model=MODEL, messages=[user(QUESTION)]))
+        assert counted.input_tokens == answer.usage.input_tokens
+
+    def test_a_picture(self, app: FastAPI) -> None:
+        data = base64.b64encode(png()).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
+        answer = messages(app, lambda client: client.messages.create(**{**ASKED, "messages": [user(content)]}))
+        picture = {"type": "image_url", "image_url": {"url": data_uri("image/png", png())}}
+        assert answer.content[0].text == chat(app, user([picture, content[1]]))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_errors_have_its_form(self, app: FastAPI, stream: bool) -> None:
+        asked = {**ASKED, "stream": stream}
+        for wrong, kind, words in (
+            ({"messages": [user(LONG)]}, "invalid_request_error", "maximum context length"),
+            ({"messages": [user([{"type": "nothing"}])]}, "invalid_request_error", "messages[0].content[0].type"),
+            ({"model": "nothing"}, "not_found_error", "`nothing`"),
+        ):
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                messages(app, lambda client, wrong=wrong: client.messages.create(**{**asked, **wrong}))
+            body: Any = caught.value.body
+            assert body["type"] == "error" and body["error"]["type"] == kind and words in body["error"]["message"]
+
+
+class TestBatch:
+    def test_the_answers_are_those_of_chats(self, app: FastAPI) -> None:
+        asked = [[user(QUESTION)], [user("And the sky?")]]
+        body = {**GREEDY, "messages": asked, "max_tokens": NUM_TOKENS}
+        answer = send(app, "POST", "/v1/chat/completions/batch", json=body)
+        texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
+        assert texts == [chat(app, *conversation) for conversation in asked]
+
+    def test_too_many(self, app: FastAPI) -> None:
+        body = {**GREEDY, "messages": [[user("x")]] * 129}
+        answer = send(app, "POST", "/v1/chat/completions/batch", json=body)
+        assert answer.status_code == 400 and "129 conversations" in answer.json()["error"]["message"]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of vLLM's application, each answered as vLLM does, by a handler of ours, or withheld with a reason."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from fastapi import FastAPI
+from vllm import envs
+from vllm.entrypoints.launchers.app import build_app
+
+from tests.entrypoints.openai.media_apps import app_of, send, server_args
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+
+GROUP = "app"
+AS_VLLM = {
+    "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/load", "/version", "/metrics", "/tokenize",
+    "/detokenize", "/v1/models", "/v1/chat/completions/batch",
+}  # fmt: skip
+WITH_OPTIONS = {"/start_profile", "/stop_profile"}
+"""Of vLLM's application with a profiler."""
+
+
+@pytest.fixture(scope="module")
+def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
+    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
+
+
+def paths_of(app: FastAPI) -> set[str]:
+    return {getattr(route, "path", "") for route in app.router.routes}
+
+
+def test_every_path_of_vllm_has_a_place(tiny_qwen3_omni_moe: Path) -> None:
+    """One that the next vLLM adds is served as it is, and fails here until somebody has looked at it."""
+    envs.disable_envs_cache()
+    options = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with mock.patch.dict(os.environ, options):
+        app = build_app(server_args(tiny_qwen3_omni_moe), ("generate",), None)
+    assert paths_of(app) == AS_VLLM | OWN_PATHS | (WITHHELD_PATHS.keys() - WITH_OPTIONS)
+
+
+def test_what_is_withheld_is_not_found(omni_app: FastAPI) -> None:
+    assert not paths_of(omni_app) & WITHHELD_PATHS.keys() and paths_of(omni_app) >= AS_VLLM | OWN_PATHS
+    assert send(omni_app, "POST", "/sleep").status_code == 404
+
+
+def test_a_diffusion_model_answers_as_its_chat_would(image_app: FastAPI) -> None:
+    for path in TEXT_ONLY_PATHS:
+        answer = send(image_app, "POST", path, json={"model": "tiny", "messages": []})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "this model neither reads nor writes tokens; it outputs image"
+
+
+def test_the_page_has_this_list() -> None:
+    page = (Path(__file__).parents[3] / "docs/vllm_surface.md").read_text()
+    paths: dict[str, list[str]] = {}
+    for path, reason in WITHHELD_PATHS.items():
+        paths.setdefault(reason, []).append(f"`{path}`")
+    rows = [f"| {reason} | {', '.join(names)} |" for reason, names in paths.items()]
+    assert page.splitlines()[-len(rows) :] == rows

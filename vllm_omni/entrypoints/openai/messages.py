@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/messages and its token count, in the form of Anthropic's API: vLLM's converters around the pipeline's chat."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServing, OmniServingChat
+from vllm_omni.entrypoints.openai.chat_messages import read_messages
+from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, AnthropicErrorResponse, describe_errors, respond
+from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
+from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
+
+
+class OmniServingMessages(OmniServing, AnthropicServingMessages):
+    """vLLM's converters. The pipeline's chat, with text as its only output, answers.
+
+    Attributes:
+        chat: Its handler.
+    """
+
+    chat: OmniServingChat
+
+    def set_up(self, chat: OmniServingChat) -> None:
+        """Completes what `from_vllm` returned."""
+        self.chat = chat
+        self.online_renderer = chat.online_renderer
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:
+        fields: dict[str, Any] = {name: getattr(request, name) for name in request.model_fields_set}
+        fields["messages"] = read_messages(fields["messages"])
+        chat_request = OmniChatCompletionRequest.model_construct(**fields, modalities=["text"])
+        return await self.chat.create_chat_completion(chat_request, raw_request)
+
+
+router = APIRouter()
+_ERRORS = {status: {**about, "model": AnthropicErrorResponse} for status, about in describe_errors().items()}
+
+
+def _handler(raw_request: Request) -> OmniServingMessages:
+    return raw_request.app.state.anthropic_serving_messages
+
+
+@router.post(
+    MESSAGES_PATH,
+    response_model=None,
+    responses={
+        HTTPStatus.OK.value: {"model": AnthropicMessagesResponse, "content": {MEDIA_TYPE: {}}},
+        **_ERRORS,
+    },
+)
+@model_route
+async def create_messages(request: AnthropicMessagesRequest, raw_request: Request) -> Any:
+    """Text as the answer to a conversation, whole or as a stream, in the form of Anthropic's Messages API."""
+    answer = await _handler(raw_request).create_messages(request, raw_request)
+    if isinstance(answer, AsyncGenerator):
+        return defer_headers(StreamingResponse(answer, media_type=MEDIA_TYPE), RequestContext.of(raw_request))
+    return _respond(raw_request, answer)
+
+
+@router.post(f"{MESSAGES_PATH}/count_tokens", response_model=AnthropicCountTokensResponse, responses=_ERRORS)
+@model_route
+async def count_tokens(request: AnthropicCountTokensRequest, raw_request: Request) -> Any:
+    """How many tokens a conversation has."""
+    return _respond(raw_request, await _handler(raw_request).count_tokens(request, raw_request))
+
+
+def _respond(raw_request: Request, answer: BaseModel) -> JSONResponse:
+    if isinstance(answer, ErrorResponse):
+        return respond(raw_request, answer)
+    return JSONResponse(answer.model_dump(exclude_none=True))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/responses for a pipeline that writes text: vLLM's handler, with a store that is bounded and belongs to a key.
+
+The text of an answer is all of it: OpenAI's API has no speech there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any, Self
+
+from fastapi import APIRouter, Request
+from openai.types.responses import ResponseFunctionToolCall
+from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
+from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
+from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
+from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+from vllm_omni.entrypoints.openai.asr_stage import ASRStage
+from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat, ResponsesRequest
+from vllm_omni.entrypoints.openai.chat_messages import read_part
+from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
+from vllm_omni.entrypoints.openai.server_args import MIB
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
+from vllm_omni.entrypoints.openai.stage_params import explicit_fields
+
+MAX_STORED = 1000
+"""Responses that are kept for each API key; the oldest leave first."""
+MAX_STORED_BYTES = 64 * MIB
+"""Of the messages of these, likewise."""
+
+
+class OmniResponsesRequest(ResponsesRequest):
+    """OpenAI's and vLLM's fields. Parts of messages may be sounds and videos as well, in the forms that a chat has."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_media(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """vLLM's types know texts and pictures, so the other parts are kept from them."""
+        given = data.get("input") if isinstance(data, Mapping) else None
+        items = list(given) if isinstance(given, list) else []
+        media = [(i, j, part) for i, item in enumerate(items) for j, part in enumerate(_parts(item)) if _is_media(part)]
+        for i in {i for i, _, _ in media}:
+            items[i] = {**items[i], "content": list(items[i]["content"])}
+        for i, j, _ in media:
+            items[i]["content"][j] = _PLACEHOLDER
+        request = check({**data, "input": items} if media else data)
+        for i, j, part in media:
+            read: Any = request.input[i]
+            read["content"][j] = read_part(part, f"input[{i}].content[{j}]")
+        return request
+
+
+_MEDIA = ("input_audio", "audio_url", "video_url", "image_url")
+_PLACEHOLDER = {"type": "input_text", "text": ""}
+
+
+def _parts(item: Any) -> list[Any]:
+    content = item.get("content") if isinstance(item, Mapping) else None
+    return content if isinstance(content, list) else []
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _MEDIA
+
+
+class OmniServingResponses(OmniServing, OpenAIServingResponses):
+    """vLLM's, sampling as the stage is configured. Responses are stored, as OpenAI stores them, within bounds.
+
+    Attributes:
+        asr_stage: As `OmniServingChat`'s.
+    """
+
+    asr_stage: ASRStage | None = None
+
+    def set_up(self, chat: OmniServingChat) -> None:
+        """Completes what `from_vllm` returned, with the renderer of the chat, which has media counted."""
+        self.online_renderer = chat.online_renderer
+        self.enable_store = True
+        stores: Any = (OwnedStore(), OwnedStore(), OwnedStore())  # vLLM's are dictionaries.
+        self.response_store, self.msg_store, self.event_store = stores
+
+    async def create_responses(self, request: ResponsesRequest, raw_request: Request | None = None) -> Any:
+        """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""
+        names = explicit_fields(request)
+        names |= {"max_tokens"} if request.max_output_tokens is not None else set()
+        RequestContext.current().options = RequestOptions(explicit_fields=names)
+        if isinstance(request.input, list):
+            calls = self._earlier_calls(request.previous_response_id)
+            items: list[Any] = list(request.input)
+            request.input = [*calls, *(items if self.asr_stage is None else await self.asr_stage.as_text(items))]
+        return await super().create_responses(request, raw_request)
+
+    def _earlier_calls(self, response_id: str | None) -> list[ResponseFunctionToolCall]:
+        """The calls of the response that a request continues: vLLM repeats its texts only, and the results that the
+        request has would follow no call."""
+        previous = None if response_id is None else self.response_store.get(response_id)
+        outputs = [] if previous is None else previous.output
+        return [item for item in outputs if isinstance(item, ResponseFunctionToolCall)]
+
+
+class OwnedStore(MutableMapping[str, Any]):
+    """A store of vLLM's, in which each API key finds its own entries only. The oldest of a key leave first."""
+
+    def __init__(self) -> None:
+        self._entries: defaultdict[bytes, OrderedDict[str, tuple[Any, int]]] = defaultdict(OrderedDict)
+
+    @property
+    def _own(self) -> OrderedDict[str, tuple[Any, int]]:
+        return self._entries[RequestContext.current().owner]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._own[key][0]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        own = self._own
+        own.pop(key, None)
+        own[key] = (value, num_bytes(value))
+        while len(own) > MAX_STORED or (len(own) > 1 and sum(size for _, size in own.values()) > MAX_STORED_BYTES):
+            own.popitem(last=False)
+
+    def __delitem__(self, key: str) -> None:
+        del self._own[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def num_bytes(value: Any) -> int:
+    """About how much memory the strings in a value take."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, BaseModel):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(num_bytes, value))
+
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/responses",
+    response_model=None,
+    responses={
+        HTTPStatus.OK.value: {"model": ResponsesResponse, "content": {MEDIA_TYPE: {}}},
+        **describe_errors(),
+    },
+)
+async def create_responses(request: OmniResponsesRequest, raw_request: Request) -> Any:
+    """Text as the answer to a conversation, whole or as a stream, in the form of OpenAI's Responses API."""
+    return defer_headers(await vllm_create_responses(request, raw_request), RequestContext.of(raw_request))
+
+
+router.get("/v1/responses/{response_id}", response_model=None)(vllm_retrieve_responses)
+router.post("/v1/responses/{response_id}/cancel", response_model=None)(vllm_cancel_responses)

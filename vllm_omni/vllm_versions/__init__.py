@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_omni.vllm_versions.v0_32.gpu import PASSED_ON_GPU
+    from vllm_omni.vllm_versions.v0_32.messages import MessagesHandler
     from vllm_omni.vllm_versions.v0_32.names import MM_PARSER_MAP, UNSUPPORTED_FLAGS, VLLM_SUBCMD_PARSER_EPILOG
     from vllm_omni.vllm_versions.v0_32.workers import CPULoRARunner
 
-__all__ = ["MM_PARSER_MAP", "PASSED_ON_GPU", "UNSUPPORTED_FLAGS", "VLLM_SUBCMD_PARSER_EPILOG", "CPULoRARunner"]
+__all__ = [
+    "MM_PARSER_MAP",
+    "PASSED_ON_GPU",
+    "UNSUPPORTED_FLAGS",
+    "VLLM_SUBCMD_PARSER_EPILOG",
+    "CPULoRARunner",
+    "MessagesHandler",
+]
 
 _MODULES = {
     "MM_PARSER_MAP": "names",
@@ -22,6 +30,7 @@ _MODULES = {
     "UNSUPPORTED_FLAGS": "names",
     "VLLM_SUBCMD_PARSER_EPILOG": "names",
     "CPULoRARunner": "workers",
+    "MessagesHandler": "messages",
 }
 
 

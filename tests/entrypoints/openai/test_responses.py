@@ -61,14 +61,15 @@ class TestResponses:
     def test_whole_and_streamed(self, app: FastAPI) -> None:
         async def main(client: openai.AsyncOpenAI) -> tuple[list[str], str]:
             async with client.responses.stream(input=QUESTION, max_output_tokens=NUM_TOKENS, **GREEDY) as stream:
-                types = [event.type async for event in stream]
-                return types, (await stream.get_final_response()).output_text
+                events = [event async for event in stream]
+                return [event.type for event in events], events[-1].response.output_text
 
         expected = chat(app, user(QUESTION))
         answer = respond(app, QUESTION)
         assert answer.output_text == expected and answer.usage.output_tokens == NUM_TOKENS
         types, text = use(app, main)
-        assert text == expected and (types[0], types[-1]) == ("response.created", "response.completed")
+        assert text == expected and types[0] == "response.created"
+        assert types[-1] in ("response.completed", "response.incomplete"), "vLLM 0.32 does not say that it was cut"
 
     def test_media(self, app: FastAPI) -> None:
         picture, sound = data_uri("image/png", png()), audio_file("flac")

@@ -16,7 +16,6 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServing, OmniServingChat
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
@@ -24,9 +23,10 @@ from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, AnthropicErr
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
 from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
+from vllm_omni.vllm_versions import MessagesHandler
 
 
-class OmniServingMessages(OmniServing, AnthropicServingMessages):
+class OmniServingMessages(OmniServing, MessagesHandler):
     """vLLM's converters. The pipeline's chat, with text as its only output, answers.
 
     Attributes:
@@ -46,7 +46,7 @@ class OmniServingMessages(OmniServing, AnthropicServingMessages):
         fields: dict[str, Any] = {name: getattr(request, name) for name in request.model_fields_set}
         fields["messages"] = read_messages(fields["messages"])
         chat_request = OmniChatCompletionRequest.model_construct(**fields, modalities=["text"])
-        return await self.chat.create_chat_completion(chat_request, raw_request)
+        return await self.with_events(self.chat).create_chat_completion(chat_request, raw_request)
 
 
 router = APIRouter()

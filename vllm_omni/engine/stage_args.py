@@ -40,7 +40,7 @@ def make_engine_args(stage: OmniStageConfig, model: str, engine_type: EngineType
 
 
 def check_engine_args(stage: OmniStageConfig, model: str, engine_type: EngineType) -> EngineArgs:
-    """The same.
+    """The engine arguments of a vLLM stage of a pipeline for `model`, whose errors name the stage.
 
     Raises:
         StageConfigError: An argument is wrong.

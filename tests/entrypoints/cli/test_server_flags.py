@@ -30,6 +30,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "chat_template": (["{{ messages }}"], "{{ messages }}"),
     "default_modalities": (["text"], ["text"]),
     "enable_auto_tool_choice": ([], True),
+    "enable_per_request_metrics": ([], True),
     "host": (["127.0.0.1"], "127.0.0.1"),
     "middleware": (["some.Middleware"], ["some.Middleware"]),
     "model_aliases": ([], False),

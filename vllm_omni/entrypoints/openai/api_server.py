@@ -57,7 +57,7 @@ OWN_PATHS = frozenset(
 
 _ONE_ANSWER = "an answer of each stage's process; messages between processes go one way"
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
-_NO_SCALE_OUT = "prompts that another server has rendered (--enable-scale-out)"
+_NO_SCALE_OUT = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
     "/invocations": "SageMaker's handlers, which call those that are replaced",
     "/generative_scoring": "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",

@@ -148,12 +148,15 @@ class TestResponses:
 
 class TestStore:
     def test_only_the_owner_finds_an_entry(self) -> None:
+        async def request(owner: bytes, answer: str | None = None) -> tuple[str | None, list[str]]:
+            RequestContext.start().owner = owner
+            if answer is not None:
+                store["id"] = answer
+            return store.get("id"), list(store)
+
         store = OwnedStore()
-        RequestContext.start().owner = b"one"
-        store["id"] = "text"
-        assert store.get("id") == "text" and list(store) == ["id"]
-        RequestContext.start().owner = b"two"
-        assert store.get("id") is None and len(store) == 0
+        assert asyncio.run(request(b"one", "text")) == ("text", ["id"])
+        assert asyncio.run(request(b"two")) == (None, [])
 
     def test_the_oldest_leave(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(responses, "MAX_STORED", 2)

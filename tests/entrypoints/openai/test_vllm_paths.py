@@ -38,7 +38,7 @@ def test_every_path_of_vllm_has_a_place(tiny_qwen3_omni_moe: Path) -> None:
     envs.disable_envs_cache()
     options = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with mock.patch.dict(os.environ, options):
-        app = build_app(server_args(tiny_qwen3_omni_moe), ("generate",), None)
+        app = build_app(server_args(tiny_qwen3_omni_moe), ("generate", "transcription"), None)
     assert paths_of(app) == AS_VLLM | OWN_PATHS | (WITHHELD_PATHS.keys() - WITH_OPTIONS)
 
 

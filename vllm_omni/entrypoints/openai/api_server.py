@@ -49,8 +49,9 @@ from vllm_omni.vllm_protocol import ErrorResponse
 
 OWN_PATHS = frozenset(
     {
-        "/health", "/ping", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
-        "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+        "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
+        "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""

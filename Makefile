@@ -30,7 +30,8 @@ RUN_TESTS := $(if $(VLLM),PYTHONPATH=$(OVERLAY)$${PYTHONPATH:+:$$PYTHONPATH} VLL
 # The version that is tested beside the installed one: what depends on vLLM most, and a pipeline with its server.
 NEXT_VLLM ?= 0.33
 NEXT_TESTS := tests/test_vllm_seams.py tests/test_vllm_versions.py tests/core tests/worker tests/engine \
-	tests/stage/test_llm_engine.py tests/entrypoints/openai/test_chat.py tests/entrypoints/openai/test_openai_client.py
+	tests/stage/test_llm_engine.py tests/entrypoints/openai/test_chat.py tests/entrypoints/openai/test_openai_client.py \
+	tests/entrypoints/openai/test_responses.py tests/entrypoints/openai/test_vllm_paths.py
 
 # A sentence may have quotes and `$`: neither make expands it nor the shell reads it.
 export DEMO_SAY := $(value SAY)

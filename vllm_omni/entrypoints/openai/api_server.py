@@ -61,8 +61,10 @@ _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 _NO_SCALE_OUT = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
     "/invocations": "SageMaker's handlers, which call those that are replaced",
-    "/generative_scoring": "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
-    "/v1/systemone": "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
+    **dict.fromkeys(
+        ("/generative_scoring", "/v1/systemone", "/v1/decisions"),
+        "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
+    ),
     **dict.fromkeys(
         (
             "/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render", "/v1/responses/render",

@@ -140,11 +140,11 @@ def test_a_request_with_priority_passes_those_that_wait_in_the_second_stage() ->
         a = caller.submit("a", fake_seconds=FAR, fake_only="slow")
         wait_until(lambda: fresh_stats(caller.orchestrator)[1].num_running == 1)
         b, c, d, e = [caller.submit(name, priority=int(name == "c")) for name in "bcde"]
-        wait_until(lambda: fresh_stats(caller.orchestrator)[1].queue_depth == 3)  # b is in the engine, as the next
+        wait_until(lambda: fresh_stats(caller.orchestrator)[1].queue_depth == 3)  # b is in the engine
         f = caller.submit("f", priority=-1)
         wait_until(lambda: fresh_stats(caller.orchestrator)[1].queue_depth == 4)
         caller.orchestrator.abort([a])
-        assert list(caller.wait(6)) == [a, b, f, d, e, c]
+        assert list(caller.wait(6)) == [a, f, b, d, e, c], "also the one that waits in the engine"
 
 
 def test_a_request_with_priority_is_admitted_first() -> None:

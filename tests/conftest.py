@@ -133,8 +133,22 @@ def _end_process_groups() -> None:
         parallel_state.destroy_distributed_environment()
 
 
+class _FailureNames:
+    """Names what fails at once: a long run that is ended has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and reporter is not None:
+            reporter.write_line(f" {report.nodeid} ({report.when})")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_GroupFixtures())
+    config.pluginmanager.register(_FailureNames(config))
 
 
 def _group_of_item(item: pytest.Item) -> str:

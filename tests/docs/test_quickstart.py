@@ -60,8 +60,9 @@ class Reader:
     def __init__(self, checkout: Path) -> None:
         self._checkout = checkout
         self._log = checkout / "server.txt"
-        # Without what other tests of this process have set for vLLM.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        # Without what other tests of this process have set for vLLM, and what a make that runs the tests has set.
+        others = ("VLLM_", "MAKE", "MFLAGS")
+        own = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         player = checkout / "bin" / "aplay"
         player.parent.mkdir()
         player.write_text(PLAYER)

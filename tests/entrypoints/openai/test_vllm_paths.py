@@ -52,6 +52,8 @@ def test_a_diffusion_model_answers_as_its_chat_would(image_app: FastAPI) -> None
         answer = send(image_app, "POST", path, json={"model": "tiny", "messages": []})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "this model neither reads nor writes tokens; it outputs image"
+    for path in ("/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
+        assert {send(image_app, method, path).status_code for method in ("GET", "POST")} == {404}
 
 
 def test_the_page_has_this_list() -> None:

@@ -47,11 +47,11 @@ from vllm_omni.inputs import ReplyParsers
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 from vllm_omni.vllm_protocol import ErrorResponse
 
+STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
 OWN_PATHS = frozenset(
     {
         "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
-        "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}",
-        "/v1/responses/{response_id}/cancel",
+        "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", *STORED_PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
@@ -120,7 +120,8 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.include_router(endpoints.router)
     app.include_router(router)
     refused = _refused_paths(client)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in refused]
+    removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]
     for path, message in refused.items():
         _refuse(app, path, message)
     bound_json_routes(app)

@@ -79,7 +79,8 @@ def test_each_architecture_names_a_class_that_exists(architecture):
 
 
 def test_an_unsupported_vllm_is_not_changed(monkeypatch, caplog):
-    monkeypatch.setattr(metadata, "version", lambda name: "0.31.0")
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.31.0" if "vllm" in name else version(name))
     require_vllm.cache_clear()
     from vllm import ModelRegistry
 

@@ -50,7 +50,7 @@ def read_answered(output: Path) -> dict[int, str]:
     whole = written[: written.rfind(b"\n") + 1]
     if whole != written:
         output.write_bytes(whole)
-    lines = map(json.loads, whole.decode().splitlines())
+    lines = map(json.loads, whole.splitlines())  # Of bytes: a text may have other ends of lines than these.
     return {line["line"]: line["question"] for line in lines if "answer" in line}
 
 

@@ -160,15 +160,41 @@ class TestStore:
 
     def test_the_oldest_leave(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(responses, "MAX_STORED", 2)
-        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 100)
+        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 1000)
         store = OwnedStore()
         for name in ("a", "b", "c"):
             store[name] = name
         assert list(store) == ["b", "c"]
-        store["d"] = [{"content": "x" * 99}]
+        store["d"] = [{"content": "x" * 500}]
         assert list(store) == ["c", "d"]
         store["e"] = "x" * 1000
         assert list(store) == ["e"], "the newest stays, however large it is"
+        store["e"] = "x"
+        store["f"] = [1] * 5
+        assert list(store) == ["e", "f"], "the earlier value is not counted"
+        store["g"] = [1] * 7
+        assert list(store) == ["g"], "numbers take memory, too"
+
+    def test_those_of_all_keys_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def keep(owner: bytes, name: str) -> list[str]:
+            RequestContext.start().owner = owner
+            store[name] = "x" * 300
+            return list(store)
+
+        monkeypatch.setattr(responses, "MAX_TOTAL_STORED_BYTES", 1000)
+        store = OwnedStore()
+        assert asyncio.run(keep(b"one", "a")) == ["a"]
+        assert asyncio.run(keep(b"one", "b")) == ["a", "b"]
+        assert asyncio.run(keep(b"two", "c")) == ["c"]
+        assert asyncio.run(keep(b"two", "d")) == ["d"], "its own leave"
+        assert asyncio.run(keep(b"one", "e")) == ["e"]
+        assert asyncio.run(keep(b"one", "f")) == ["f"]
+
+    def test_a_response_without_its_messages_cannot_be_continued(self, app: FastAPI) -> None:
+        first = respond(app, QUESTION)
+        del app.state.openai_serving_responses.msg_store[first.id]
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            respond(app, "And the sky?", previous_response_id=first.id)
 
     def test_calls_of_an_earlier_response_are_repeated(self, app: FastAPI) -> None:
         from openai.types.responses import ResponseFunctionToolCall
@@ -180,7 +206,7 @@ class TestStore:
         del handler.response_store["resp"]
 
     def test_sizes(self) -> None:
-        assert num_bytes([{"a": "xx", "b": ["y", 5, None]}]) == 3
+        assert num_bytes([{"a": "xx", "b": ["y", 5, None]}]) == 703
 
 
 def messages(app: FastAPI, main: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]) -> Any:

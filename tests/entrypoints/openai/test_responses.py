@@ -6,7 +6,8 @@ Clients, unmodified, with the application in this process.
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from tests.entrypoints.fake_pipelines import is_idle
+from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
 from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, png
 from vllm_omni import AsyncOmniLLM
@@ -24,6 +27,8 @@ from vllm_omni.entrypoints.openai import responses
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.responses import OwnedStore, num_bytes
+from vllm_omni.errors import RequestTimeoutError
+from vllm_omni.events import OmniEvent
 
 GROUP = "app"
 QUESTION = "Why is the sea blue?"
@@ -257,6 +262,72 @@ class TestMessages:
                 messages(app, lambda client, wrong=wrong: client.messages.create(**{**asked, **wrong}))
             body: Any = caught.value.body
             assert body["type"] == "error" and body["error"]["type"] == kind and words in body["error"]["message"]
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_a_tool_is_called(self, app: FastAPI, is_streamed: bool) -> None:
+        async def ask(client: anthropic.AsyncAnthropic) -> Any:
+            if not is_streamed:
+                return await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as answer:
+                return await answer.get_final_message()
+
+        schema = {
+            "type": "object",
+            "properties": {"is_deep": {"type": "boolean"}},
+            "required": ["is_deep"],
+            "additionalProperties": False,
+        }
+        tool = {"name": "dive", "input_schema": schema, "strict": True}
+        asked = {**ASKED, "max_tokens": 64, "tools": [tool], "tool_choice": {"type": "tool", "name": "dive"}}
+        answer = messages(app, ask)
+        (call,) = answer.content
+        assert (call.type, call.name, answer.stop_reason) == ("tool_use", "dive", "tool_use")
+        assert list(call.input) == ["is_deep"] and isinstance(call.input["is_deep"], bool)
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_without_thinking(self, app: FastAPI, is_streamed: bool) -> None:
+        """vLLM renders prompts of its own, to find how a model is told not to."""
+
+        async def ask(client: anthropic.AsyncAnthropic) -> str:
+            if not is_streamed:
+                return (await client.messages.create(**asked)).content[0].text
+            async with client.messages.stream(**asked) as answer:
+                return await answer.get_final_text()
+
+        asked = {**ASKED, "thinking": {"type": "disabled"}}
+        assert messages(app, ask) == chat(app, user(QUESTION))
+
+    def test_an_error_in_a_stream(
+        self, app: FastAPI, talking_async_llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[OmniEvent, None]:
+            async with aclosing(AsyncOmniLLM.generate(talking_async_llm, *args, **kwargs)) as events:
+                first = await anext(events)
+            yield first
+            raise RequestTimeoutError("too late", request_id=first.request_id)
+
+        async def stream(client: anthropic.AsyncAnthropic) -> None:
+            async with client.messages.stream(**ASKED) as answer:
+                async for text in answer.text_stream:
+                    texts.append(text)
+
+        texts: list[str] = []
+        monkeypatch.setattr(talking_async_llm, "generate", generate)
+        with pytest.raises(anthropic.APIStatusError, match="too late") as caught:
+            messages(app, stream)
+        body: Any = caught.value.body
+        assert texts and body["type"] == "error" and body["error"]["type"] == "api_error"
+
+    def test_a_client_abort_of_a_stream_ends_its_request(self, app: FastAPI, talking_async_llm: AsyncOmniLLM) -> None:
+        async def main() -> None:
+            body = {"model": MODEL, "max_tokens": 900, "messages": [user(QUESTION)], "stream": True}
+            request = AppRequest(app, "/v1/messages", body)
+            await request.first_chunk()
+            assert request.status == 200 and any(talking_async_llm._pipeline.orchestrator.activity().values())
+            await request.disconnect()
+            assert is_idle(talking_async_llm)
+
+        asyncio.run(main())
 
 
 class TestBatch:

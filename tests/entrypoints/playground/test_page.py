@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
 
 gr = pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
 
@@ -24,7 +25,7 @@ from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
 from vllm_omni.entrypoints.playground.examples import questions  # noqa: E402
 from vllm_omni.entrypoints.playground.live_sound import MEDIA_TYPES, LiveSounds  # noqa: E402
-from vllm_omni.entrypoints.playground.page import heading, make_page, read_auth  # noqa: E402
+from vllm_omni.entrypoints.playground.page import add_page, heading, make_page, read_auth  # noqa: E402
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay  # noqa: E402
 from vllm_omni.entrypoints.playground.sampling import SamplingFields  # noqa: E402
 from vllm_omni.entrypoints.playground.stages_tab import (  # noqa: E402
@@ -64,6 +65,11 @@ IMAGES = Description(
 SERVER = Server("http://localhost:1/v1/", "secret")
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"])
+def test_an_address_needs_no_scheme(url: str) -> None:
+    assert Server(url).url == "http://localhost:8000"
+
+
 def components(description: Description) -> list[dict]:
     return make_page(SERVER, description, LiveSounds(), RealtimeRelay(SERVER)).config["components"]
 
@@ -78,6 +84,17 @@ def components(description: Description) -> list[dict]:
 )
 def test_has_a_tab_for_each_thing_that_the_model_does(description: Description, tabs: list[str]) -> None:
     assert [part["props"]["label"] for part in components(description) if part["type"] == "tabitem"] == tabs
+
+
+@pytest.mark.parametrize("root_path", ["", "/omni"])
+def test_addresses_are_below_the_path_of_a_proxy_that_names_its_host(root_path: str) -> None:
+    app = add_page(FastAPI(root_path=root_path), SERVER, IMAGES, "/playground/", root_path=root_path)
+
+    async def main() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server") as client:
+            return await client.get(f"{root_path}/playground/logout", headers={"x-forwarded-host": "proxy"})
+
+    assert asyncio.run(main()).headers["location"] == f"http://proxy{root_path}/playground"
 
 
 def test_the_heading_says_what_the_model_does() -> None:

@@ -19,10 +19,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DIT_SETTINGS
 from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
-from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.config.utils import as_root_path, find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
-from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, SERVE_USAGE
+from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, NO_MODEL, SERVE_USAGE
 from vllm_omni.entrypoints.cli_args import byte_size
 from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
@@ -116,7 +116,7 @@ def _check(parsed: ParsedCommand) -> None:
     args = parsed.args
     args.model = args.model_tag or parsed.explicit.get("model")
     if not args.model:
-        raise UsageError("the model is missing; write: vllm serve MODEL --omni")
+        raise UsageError(NO_MODEL)
     if (folder := find_checkpoint(args.model)) != args.model:
         args.served_model_name = args.served_model_name or [args.model]
         args.model = folder
@@ -130,6 +130,8 @@ def _check(parsed: ParsedCommand) -> None:
         args.api_key = [*(args.api_key or ()), *_read_api_keys(args.api_key_file)]
     if args.playground:
         _check_playground(args)
+    if args.root_path is not None:
+        args.root_path = as_root_path(args.root_path)
     args.api_server_count = None
     # The server reads these there; in vLLM the engine sets them.
     names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()

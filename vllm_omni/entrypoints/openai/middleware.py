@@ -85,6 +85,8 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
     app.state.client_secrets = ClientSecrets()
+    if app.root_path:
+        app.add_middleware(RootPathMiddleware)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
@@ -137,6 +139,19 @@ def in_pieces(send: Send) -> Send:
             await send({**message, "body": b"", "more_body": False})  # waits for the last piece
 
     return send_pieces
+
+
+class RootPathMiddleware:
+    """Completes the path of a request whose proxy has removed `--root-path`: a mounted application, such as the page,
+    finds its own part of a path behind it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not f"{scope['path']}/".startswith(f"{scope['root_path']}/"):
+            scope = {**scope, "path": scope["root_path"] + scope["path"]}
+        await self.app(scope, receive, send)
 
 
 class HeadMiddleware:

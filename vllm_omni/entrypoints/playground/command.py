@@ -4,28 +4,39 @@
 import argparse
 import os
 
-import uvicorn
-from fastapi import FastAPI
-
-from vllm_omni.entrypoints.playground.client import Server
-from vllm_omni.entrypoints.playground.page import add_page, read_auth
+from vllm_omni.config.utils import as_root_path
+from vllm_omni.errors import UsageError
+from vllm_omni.extras import install_command
+from vllm_omni.metrics.status_line import waiting
 
 
 def run_playground(arguments: list[str]) -> None:
     """Serves the page until a signal ends it.
 
     Raises:
-        UsageError: The command line is wrong, or no server answers at the address.
+        UsageError: The command line is wrong, Gradio is not installed, or no server answers at the address.
     """
     args = _make_parser().parse_args(arguments)
+    try:
+        with waiting("importing Gradio"):
+            import gradio  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
+    import uvicorn
+    from fastapi import FastAPI
+
+    from vllm_omni.entrypoints.playground.client import Server
+    from vllm_omni.entrypoints.playground.page import add_page, read_auth
+
     server = Server(args.url, args.api_key or os.environ.get("VLLM_API_KEY"), verify=not args.insecure)
-    app = add_page(FastAPI(), server, server.describe(), auth=read_auth(args.auth))
+    root_path = as_root_path(args.root_path)
+    app = add_page(FastAPI(), server, server.describe(), auth=read_auth(args.auth), root_path=root_path)
     print(f"The playground of {server.url} is at http://{args.host}:{args.port}", flush=True)
     uvicorn.run(
         app,
         host=args.host,
         port=args.port,
-        root_path=args.root_path,
+        root_path=root_path,
         log_level="warning",
         timeout_graceful_shutdown=1,  # A page that is open holds a connection, which must not hold the process.
     )

@@ -43,13 +43,19 @@ _STAGES = "Stages"
 
 
 def add_page(
-    app: FastAPI, server: Server, description: Description, path: str = "/", auth: tuple[str, str] | None = None
+    app: FastAPI,
+    server: Server,
+    description: Description,
+    path: str = "/",
+    auth: tuple[str, str] | None = None,
+    root_path: str = "",
 ) -> FastAPI:
     """Adds the page to an application.
 
     Args:
         path: Where it is; ends with a slash.
         auth: The name and the password that it asks visitors for.
+        root_path: The path of the application, behind a proxy.
     """
     sounds, relay = LiveSounds(), RealtimeRelay(server)
     sounds.add_route(app, path)
@@ -58,6 +64,7 @@ def add_page(
         app,
         make_page(server, description, sounds, relay),
         path.rstrip("/") or "/",
+        root_path=f"{root_path}{path}".rstrip("/"),  # Else Gradio forgets it behind a proxy that names its host.
         auth=auth,
         css=_CSS,
         head=_favicon() + (script() if is_possible(description) else ""),

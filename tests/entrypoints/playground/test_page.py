@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
 )
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
 from vllm_omni.entrypoints.playground.examples import questions  # noqa: E402
+from vllm_omni.entrypoints.playground.last_request import LastRequest  # noqa: E402
 from vllm_omni.entrypoints.playground.live_sound import MEDIA_TYPES, LiveSounds  # noqa: E402
 from vllm_omni.entrypoints.playground.page import add_page, heading, make_page, read_auth  # noqa: E402
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay  # noqa: E402
@@ -167,12 +168,12 @@ def test_a_file_that_the_model_does_not_read_is_refused_with_its_message(tmp_pat
     (box,) = [part["props"] for part in components(OMNI) if part["type"] == "multimodaltextbox"]
     assert "file_types" not in box and box["sources"] == ["upload", "microphone"]
     with gr.Blocks():
-        tab = ChatTab(SERVER, OMNI, LiveSounds())
+        tab = ChatTab(SERVER, OMNI, LiveSounds(), gr.State(LastRequest()))
     conversation = ChatState()
 
     async def send(file: str) -> None:
         message = {"text": "What is it?", "files": [str(tmp_path / file)]}
-        async for _ in tab._respond(message, conversation, ["text"], "ada", "", False, *[""] * 12):
+        async for _ in tab._respond(message, conversation, LastRequest(), ["text"], "ada", "", False, *[""] * 12):
             pass
 
     with pytest.raises(gr.Error, match=r"does not read files of this kind: notes\.pdf"):
@@ -201,7 +202,7 @@ def test_sends_only_the_sampling_that_was_changed() -> None:
 
 def test_a_chat_asks_for_the_outputs_and_the_voice_that_were_chosen() -> None:
     with gr.Blocks():
-        tab = ChatTab(SERVER, OMNI, LiveSounds())
+        tab = ChatTab(SERVER, OMNI, LiveSounds(), gr.State(LastRequest()))
     conversation = ChatState()
     conversation.ask("Why?", [])
     spoken = tab._request(conversation, ["text", "audio"], "ben", "Be kind.", False, None)
@@ -333,3 +334,16 @@ def test_a_running_request_is_seen_in_the_stages_that_work() -> None:
     assert seen == {"name": "talker", "arrival": 2, "started": 2, "first_output": 2, "finished": 3}
     assert timeline_of(times_so_far(history, since=9.0)).count("working: 1.00 s") == 1
     assert "started" in timeline_of(times_so_far(history, since=14.0))
+
+
+def test_the_last_request_runs_until_it_has_ended_or_another_one_begins() -> None:
+    last = LastRequest()
+    with last.running("speech-1"):
+        assert (last.id, last.is_running) == ("speech-1", True)
+    assert not last.is_running
+    first, second = last.running("chatcmpl-1"), last.running("chatcmpl-2")
+    with first:
+        second.__enter__()
+    assert (last.id, last.is_running) == ("chatcmpl-2", True)
+    second.__exit__(None, None, None)
+    assert (last.id, last.is_running) == ("chatcmpl-2", False)

@@ -81,10 +81,10 @@ def test_help_is_a_command(run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve"], "the model is missing; write: vllm serve MODEL --omni"),
+        (["serve"], "the model is missing; write: vllm serve MODEL --omni [options]"),
         (["config"], "config: unknown; write: vllm-omni config show MODEL"),
         (["config", "shwo", "talk"], "config shwo: unknown; write: vllm-omni config show MODEL"),
-        (["config", "show"], "the model is missing; write: vllm serve MODEL --omni"),
+        (["config", "show"], "the model is missing; write: vllm-omni config show MODEL"),
         (["playground", "localhost:8000", "--prot=1"], "unrecognized arguments: --prot=1"),
     ],
 )

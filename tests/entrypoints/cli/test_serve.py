@@ -222,7 +222,10 @@ def test_a_root_path_as_people_write_it(given: str, meant: str) -> None:
 
 def test_the_model_is_required(run) -> None:
     result = run("serve", "--port", "8000")
-    assert (result.code, result.err) == (2, "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni\n")
+    assert (result.code, result.err) == (
+        2,
+        "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni [options]\n",
+    )
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere"])

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from vllm_omni.entrypoints.cli.serve_help import CONFIG_USAGE, NO_MODEL, config_page, serve_page
+from vllm_omni.entrypoints.cli.serve_help import CONFIG_USAGE, SERVE_USAGE, config_page, serve_page
 from vllm_omni.errors import OmniError, UsageError
 from vllm_omni.version import __version__
 from vllm_omni.vllm_requirement import describe_import, find_vllm, name_cpu_build, require_vllm
@@ -123,7 +123,7 @@ def _serve(arguments: list[str]) -> None:
     if _asks_for_help(arguments):
         print(serve_page(), end="")
         return
-    _check_model(arguments)
+    _check_model(arguments, SERVE_USAGE)
     require_vllm()
     from vllm_omni.entrypoints import omni_base
     from vllm_omni.metrics.logs import get_logger, log_quietly
@@ -159,7 +159,7 @@ def _config(arguments: list[str]) -> None:
         return
     if arguments[:1] != ["show"]:
         raise UsageError(f"{' '.join(['config', *arguments[:1]])}: unknown; write: {CONFIG_USAGE}")
-    _check_model(arguments[1:])
+    _check_model(arguments[1:], CONFIG_USAGE)
     require_vllm()
     _log_warnings_only()
     with _importing_vllm():
@@ -168,10 +168,10 @@ def _config(arguments: list[str]) -> None:
     ConfigCommand().run(arguments[1:])
 
 
-def _check_model(arguments: list[str]) -> None:
+def _check_model(arguments: list[str], usage: str) -> None:
     """A model that is missing or mistyped is reported at once, not after the imports. Raises as `find_checkpoint`."""
     if not arguments:
-        raise UsageError(NO_MODEL)
+        raise UsageError(f"the model is missing; write: {usage}")
     if not arguments[0].startswith("-"):
         from vllm_omni.config.utils import find_checkpoint  # imports packages that may be missing
 

@@ -22,7 +22,7 @@ from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
 from vllm_omni.config.utils import as_root_path, find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
-from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, NO_MODEL, SERVE_USAGE
+from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, SERVE_USAGE
 from vllm_omni.entrypoints.cli_args import byte_size
 from vllm_omni.entrypoints.openai.middleware import api_keys
 from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limit_arguments, check_limits
@@ -116,7 +116,7 @@ def _check(parsed: ParsedCommand) -> None:
     args = parsed.args
     args.model = args.model_tag or parsed.explicit.get("model")
     if not args.model:
-        raise UsageError(NO_MODEL)
+        raise UsageError(f"the model is missing; write: {SERVE_USAGE}")
     if (folder := find_checkpoint(args.model)) != args.model:
         args.served_model_name = args.served_model_name or [args.model]
         args.model = folder

@@ -14,7 +14,6 @@ reaches every stage that has such an argument, and wins over the stage configura
 the value in the stage configuration holds. Sizes in bytes may have a unit: 4096, 512MiB, 4GiB.
 """
 SERVE_USAGE = "vllm serve MODEL --omni [options]"
-NO_MODEL = "the model is missing; write: vllm serve MODEL --omni"
 CONFIG_USAGE = "vllm-omni config show MODEL [--json] [options of vllm serve MODEL --omni]"
 CONFIG_DESCRIPTION = "Print the stage configuration that `vllm serve MODEL --omni` with these options would run.\n"
 

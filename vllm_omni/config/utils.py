@@ -138,11 +138,6 @@ def find_stage_configs(path: str) -> Path:
     return find_models().stage_configs.get(path) or Path(path)
 
 
-def as_root_path(path: str) -> str:
-    """The path of a server behind a proxy, as web frameworks read it: `/a/b`, or nothing."""
-    return "".join(f"/{part}" for part in path.split("/") if part)
-
-
 def find_checkpoint(model: str) -> str:
     """The folder of a checkpoint of an installed package, given by its name; any other model as it is: a folder of such
     a name is `./NAME`.

@@ -23,6 +23,7 @@ from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
     _stop,
 )
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
+from vllm_omni.entrypoints.playground.command import make_app  # noqa: E402
 from vllm_omni.entrypoints.playground.examples import questions  # noqa: E402
 from vllm_omni.entrypoints.playground.last_request import LastRequest  # noqa: E402
 from vllm_omni.entrypoints.playground.live_sound import MEDIA_TYPES, LiveSounds  # noqa: E402
@@ -96,6 +97,17 @@ def test_addresses_are_below_the_path_of_a_proxy_that_names_its_host(root_path: 
             return await client.get(f"{root_path}/playground/logout", headers={"x-forwarded-host": "proxy"})
 
     assert asyncio.run(main()).headers["location"] == f"http://proxy{root_path}/playground"
+
+
+@pytest.mark.parametrize("path", ["/omni/logout", "/logout"])
+def test_a_proxy_of_the_page_alone_may_remove_its_path_or_leave_it(path: str) -> None:
+    app = make_app(SERVER, IMAGES, None, "/omni")
+
+    async def main() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server") as client:
+            return await client.get(path, headers={"x-forwarded-host": "proxy"})
+
+    assert asyncio.run(main()).headers["location"] == "http://proxy/omni"
 
 
 def test_the_heading_says_what_the_model_does() -> None:

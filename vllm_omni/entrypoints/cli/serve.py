@@ -19,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DIT_SETTINGS
 from vllm_omni.config.omni_args import OmniArgs, PipelineOptions
-from vllm_omni.config.utils import as_root_path, find_checkpoint
+from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import unsupported_flags
 from vllm_omni.entrypoints.cli.arguments import ParsedCommand, add_diffusion_flags, add_pipeline_flags, parse_command
 from vllm_omni.entrypoints.cli.serve_help import DESCRIPTION, GROUPS, HINT, SERVE_USAGE
@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limi
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
+from vllm_omni.entrypoints.root_path import as_root_path
 from vllm_omni.errors import UsageError
 from vllm_omni.extras import install_command
 from vllm_omni.kinds.parameters import load_function_parameters

@@ -39,6 +39,7 @@ from vllm_omni.entrypoints.openai.json_body import (
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.entrypoints.root_path import RootPathMiddleware
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping", "/readyz")
@@ -139,19 +140,6 @@ def in_pieces(send: Send) -> Send:
             await send({**message, "body": b"", "more_body": False})  # waits for the last piece
 
     return send_pieces
-
-
-class RootPathMiddleware:
-    """Completes the path of a request whose proxy has removed `--root-path`: a mounted application, such as the page,
-    finds its own part of a path behind it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not f"{scope['path']}/".startswith(f"{scope['root_path']}/"):
-            scope = {**scope, "path": scope["root_path"] + scope["path"]}
-        await self.app(scope, receive, send)
 
 
 class HeadMiddleware:

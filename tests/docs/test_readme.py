@@ -72,7 +72,7 @@ def test_the_program_of_the_page_of_images(image_server: RunningServer) -> None:
 
 def test_the_first_screen_of_the_readme() -> None:
     lines = README.read_text().splitlines()
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     assert lines.index("```") < 15 and lines[lines.index("```") + 1].startswith("make demo")
     page, timeline = IMAGE.findall("\n".join(lines[:20]))
     assert "playground" in page and "timeline" in timeline

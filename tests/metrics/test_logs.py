@@ -76,6 +76,7 @@ def vllm_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     for logger in loggers:
         logger.setLevel(logging.NOTSET)
     monkeypatch.setattr(loggers[0], "handlers", [])
+    monkeypatch.setattr(loggers[0], "propagate", True)  # else pytest adds handlers of its own
     yield loggers[0]
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)

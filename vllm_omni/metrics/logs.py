@@ -111,6 +111,8 @@ def quiet_start() -> Iterator[None]:
         handler.setStream(sys.stderr)
         handler.setFormatter(logging.Formatter(formats["format"], formats["datefmt"]))
     logger.setLevel(logging.ERROR)
+    if (own := logging.getLogger("vllm.omni")).level == logging.NOTSET:
+        own.setLevel(logging.INFO)
     try:
         yield
     finally:

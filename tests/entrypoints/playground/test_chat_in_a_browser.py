@@ -187,6 +187,7 @@ def test_a_stage_is_sampled_as_chosen(page: Page, talking_server: RunningServer)
 def test_the_stages_at_work_and_one_request(page: Page) -> None:
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
+    web.wait_until_disabled(page.locator("#chat-stop"))  # Its speech has ended, too.
     assert web.stages_of_last_request(page) == ["thinker", "talker", "code2wav"]
     assert page.locator("#stages-cards").get_by_text("ready").count() == 3
 

@@ -167,7 +167,8 @@ def _add_playground(app: FastAPI, args: Namespace) -> None:
     # The certificate has the name that clients know, which need not be this one.
     server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
     known = client.Description.read(app.state.omni_description.model_dump())
-    page.add_page(app, server, known, PLAYGROUND_PATH, page.read_auth(args.playground_auth))
+    auth = page.read_auth(args.playground_auth)
+    page.add_page(app, server, known, PLAYGROUND_PATH, auth, args.root_path or "")
 
 
 async def _init_text_state(

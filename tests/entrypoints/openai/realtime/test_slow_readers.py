@@ -15,14 +15,13 @@ import websockets
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import opened
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
-from vllm_omni.entrypoints.openai.chat_media import MAX_UNSENT_BYTES
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
 from vllm_omni.entrypoints.openai.realtime import response as response_module
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta
 
 LONG_TEXT = "x" * (1 << 20)
 ITEM: Any = {"id": "a", "type": "message", "role": "user", "content": [{"type": "input_text", "text": LONG_TEXT}]}
@@ -167,7 +166,7 @@ def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> No
         nonlocal num_read
         for _ in range(num_pieces):
             num_read += 1
-            yield ChatDelta(text=piece, mm_token_counts={})
+            yield ChatDelta(text=piece)
 
     monkeypatch.setattr(response_module, "deltas_of", deltas_of)
 

@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("Omni", "OmniAPI", "OmniLimits", "OmniDiffusion")
 CONFIGURATION = {
     "vllm_omni.config.stage_config": (
-        "PipelineConfig", "OmniStageConfig", "StageRuntimeConfig", "RuntimeConfig", "RuntimeDefaults", "EdgeConfig",
-        "SegmentConfig", "RestartConfig", "ConnectorConfig",
+        "PipelineConfig", "RuntimeConfig", "RuntimeDefaults", "EdgeConfig", "SegmentConfig", "RestartConfig",
+        "ConnectorConfig",
     ),
+    "vllm_omni.config.stage": ("OmniStageConfig", "StageRuntimeConfig"),
     "vllm_omni.config.dit_config": ("DiTConfig",),
 }  # fmt: skip
 PUBLIC = (

@@ -215,6 +215,13 @@ def test_a_cough_is_not_answered(server: FakeServer, monkeypatch: pytest.MonkeyP
     converse(server.app, main, model="fake", manual=False)
 
 
+async def hear_nothing(session: Session) -> None:
+    """A microphone. What it sends before the session has ended the turn without words is not measured."""
+    while True:
+        await send(session, SILENCE)
+        await asyncio.sleep(0.05)
+
+
 def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
     hearing = {"transcription": {"model": "any"}, "turn_detection": IDLE}
@@ -223,8 +230,9 @@ def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pyte
         await session.configure(audio={"input": hearing}, output_modalities=["text"])
         await send(session, np.concatenate([COUGH, PAUSE]))
         await session.until(f"{TRANSCRIPTION}.completed")
-        await send(session, SILENCE)
+        microphone = asyncio.create_task(hear_nothing(session))
         events = await session.until("response.done")
+        microphone.cancel()
         assert events[0].type == "input_audio_buffer.timeout_triggered"
 
     converse(server.app, main, model="fake", manual=False)

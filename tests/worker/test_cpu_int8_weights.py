@@ -2,6 +2,7 @@
 """`quantization: int8`: products of linear layers are those of the rounded weights, and what cannot have it says so."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_engine_args
 from vllm_omni.errors import StageConfigError
+from vllm_omni.worker import cpu_int8_weights
 from vllm_omni.worker.cpu_half_weights import CPUHalfWeights
 from vllm_omni.worker.cpu_int8_weights import Int8LinearMethod, Int8WeightsConfig, quantize
 
@@ -49,13 +51,14 @@ def test_products_are_those_of_the_rounded_weights(shape: tuple[int, ...], dtype
 
 
 @torch.inference_mode()
-def test_widths_that_the_kernel_has_not_stay_in_float(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("vllm_omni.worker.cpu_int8_weights")
-    logger.addHandler(caplog.handler)
+def test_widths_that_the_kernel_has_not_stay_in_float(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, cpu_int8_weights.logger.name)
+    monkeypatch.setattr(cpu_int8_weights.logger, "handlers", [caplog.handler])
     layer, x = make_layer(48), torch.randn(2, 96)
     expected = nn.functional.linear(x, layer.weight)
     (method := Int8LinearMethod("a.layer")).process_weights_after_loading(layer)
-    logger.removeHandler(caplog.handler)
     torch.testing.assert_close(method.apply(layer, x), expected)
     assert "a.layer [48, 96] stays in float" in caplog.text
 
@@ -80,11 +83,12 @@ def test_the_runner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         load(None, torch.float16, monkeypatch)
 
 
-def test_what_cannot_have_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_have_it_is_refused(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path) -> None:
+    model = str(tiny_qwen3)
     with pytest.raises(StageConfigError, match="int8 is not compiled; set enforce_eager: true"):
-        create_engine_args("model", quantization="int8")
-    args = create_engine_args("model", quantization="int8", enforce_eager=True)
+        create_engine_args(model, quantization="int8")
+    args = create_engine_args(model, quantization="int8", enforce_eager=True)
     assert args.quantization is None and args.additional_config["omni"]["has_int8_weights"]
     monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     with pytest.raises(StageConfigError, match="int8 is computed on a CPU"):
-        create_engine_args("model", quantization="int8", enforce_eager=True)
+        create_engine_args(model, quantization="int8", enforce_eager=True)

@@ -63,7 +63,7 @@ class Int8LinearMethod(UnquantizedLinearMethod):
 
         def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-            product = torch._weight_int8pack_mm(rows, rounded, scales).to(x.dtype).view(*x.shape[:-1], -1)
+            product = torch._weight_int8pack_mm(rows, rounded, scales).to(x.dtype).view(*x.shape[:-1], len(scales))
             return product if bias is None else product.add_(bias)
 
         layer.cpu_linear = cpu_linear

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers a file of questions, one a line, in one batch.
 
-python examples/offline/batch.py questions.txt --model shapes --output answers.jsonl
+python examples/offline/batch.py questions.txt --output answers.jsonl
 
 Each answer is written when it is complete. Run it again, and it continues: it asks those questions that the file has no
 answer to, as well as those that failed.
@@ -50,7 +50,7 @@ def read_answered(output: Path) -> dict[int, str]:
     whole = written[: written.rfind(b"\n") + 1]
     if whole != written:
         output.write_bytes(whole)
-    lines = map(json.loads, whole.decode().splitlines())
+    lines = map(json.loads, whole.splitlines())  # Of bytes: a text may have other ends of lines than these.
     return {line["line"]: line["question"] for line in lines if "answer" in line}
 
 
@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("questions", type=Path)
     parser.add_argument("--output", type=Path, default=Path("answers.jsonl"))
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    parser.add_argument("--model", default="shapes")
     return parser.parse_args(argv)
 
 

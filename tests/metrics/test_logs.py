@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import ctypes
 import io
+import json
 import logging
+import logging.config
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from vllm.multimodal.media import audio
 
 from vllm_omni.metrics import logs
-from vllm_omni.metrics.logs import about, get_logger, log_quietly, log_to_stderr
+from vllm_omni.metrics.logs import about, get_logger, log_quietly, log_to_stderr, quiet_start
 from vllm_omni.metrics.text import SummaryLog
 
 
@@ -46,6 +49,7 @@ def test_lines_of_vllm_leave_a_programs_output(monkeypatch, capsys):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     handler = logging.StreamHandler(sys.stdout)
+    handler.name = "vllm"
     logger = logging.getLogger("vllm")
     monkeypatch.setattr(logger, "handlers", [handler])
     log_to_stderr()
@@ -56,6 +60,84 @@ def test_lines_of_vllm_leave_a_programs_output(monkeypatch, capsys):
     log_to_stderr()  # The variable is the user's word.
     get_logger("vllm_omni.x").error("failed")
     assert capsys.readouterr() == ("failed\n", "")
+
+
+@pytest.fixture
+def vllm_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """vLLM's logger in a program without variables, as it is before vLLM is imported."""
+    for name in [*(name for name in os.environ if name.startswith("VLLM_")), *logs._LIBRARIES]:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
+    monkeypatch.setattr(logs, "_limit_torch_log", lambda: None)
+    loggers = [logging.getLogger(name) for name in ("vllm", "vllm.omni", "vllm.multimodal.media.audio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
+    monkeypatch.setattr(loggers[0], "handlers", [])
+    monkeypatch.setattr(loggers[0], "propagate", True)  # else pytest adds handlers of its own
+    yield loggers[0]
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def handler_of_vllm() -> logging.Handler:
+    """As vLLM's own import makes it."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.name = "vllm"
+    handler.setFormatter(logging.Formatter("(MainProcess pid=1) %(message)s"))
+    return handler
+
+
+def test_a_program_starts_as_quietly_as_a_server(vllm_logger, capsys):
+    with quiet_start():
+        logging.config.dictConfig(json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text()))  # vLLM's import
+        logging.getLogger("vllm.engine").warning("may cause the engine to crash")
+        get_logger("vllm_omni.x").info("ready")
+        assert logs.is_quiet() and logs.quiet_stream() is sys.stderr
+    logging.getLogger("vllm.engine").warning("of a request")
+    out, err = capsys.readouterr()
+    assert out == "" and [line.split(maxsplit=3)[3] for line in err.splitlines()] == ["ready", "of a request"]
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    with quiet_start():  # a second pipeline
+        logging.getLogger("vllm.engine").warning("may cause the engine to crash")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_program_that_has_imported_vllm_starts_quietly(vllm_logger, monkeypatch, tmp_path, capsys):
+    vllm_logger.setLevel(logging.INFO)
+    monkeypatch.setattr(vllm_logger, "handlers", [handler_of_vllm()])
+    own = logging.FileHandler(tmp_path / "log.txt", mode="w")  # of the program; once it is closed it writes no more
+    logger = logging.getLogger("program")
+    monkeypatch.setattr(logger, "handlers", [own])
+    with quiet_start():
+        logging.getLogger("vllm.engine").info("Initializing")
+        get_logger("vllm_omni.x").info("ready")
+        logger.warning("mine")
+    own.close()
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"INFO \S+ \S+ ready\n", err)
+    assert (tmp_path / "log.txt").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("configured", ["level", "handler", "variable"])
+def test_a_program_keeps_what_it_has_configured(vllm_logger, monkeypatch, capsys, configured):
+    vllm_logger.setLevel(logging.INFO)
+    handler = handler_of_vllm()
+    monkeypatch.setattr(vllm_logger, "handlers", [handler])
+    if configured == "level":
+        vllm_logger.setLevel(logging.WARNING)
+    elif configured == "handler":
+        handler.name = "mine"
+    else:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    with quiet_start():
+        log_to_stderr()
+        logging.getLogger("vllm.engine").warning("this")
+        assert not logs.is_quiet()
+    line = "(MainProcess pid=1) this\n"
+    assert capsys.readouterr() == ((line, "") if configured == "handler" else ("", line))
 
 
 def test_torch_that_was_imported_before_logs_errors_only(monkeypatch):

@@ -4,11 +4,13 @@ times, each of them again after a failure, and report the last failure only.
 """
 
 import functools
+from http import HTTPStatus
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     HTTPError,
     RepositoryNotFoundError,
@@ -41,7 +43,10 @@ def check_on_hub(model: str, revision: str | None = None, token: bool | str | No
     hub = constants.ENDPOINT
     logger.info("Asking %s about %s", hub, model)
     try:
-        HfApi().model_info(repository, revision=revision, timeout=_TIMEOUT_S, token=token)
+        api = HfApi()
+        info = api.model_info(repository, revision=revision, timeout=_TIMEOUT_S, token=token)
+        if info.gated:  # Everybody may read about it.
+            api.auth_check(repository, token=token)
     except GatedRepoError as error:
         raise StageConfigError(
             f"{model}: {hub} gives it to those only who have accepted its terms; accept them there and set HF_TOKEN"
@@ -53,6 +58,10 @@ def check_on_hub(model: str, revision: str | None = None, token: bool | str | No
             f"{nowhere}and {hub} has no model of this name; if it is private, set HF_TOKEN"
         ) from error
     except HTTPError as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise StageConfigError(
+                f"{model}: {hub} refuses the token; set HF_TOKEN to a valid one, or to none"
+            ) from error
         raise StageConfigError(
             f"{nowhere}and {hub} cannot be asked: {error or type(error).__name__}; check the name and the network, or "
             "give the folder of a download"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.launch.fork_server import ForkServer
-from vllm_omni.metrics.logs import handle_import_warnings
+from vllm_omni.metrics.logs import handle_import_warnings, quiet_start
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
@@ -88,9 +88,10 @@ class OmniBase:
             StageStartError: A stage failed to start, or took too long.
             PipelineClosedError: It was closed while it started.
         """
-        self._prepare()
-        args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
-        self._pipeline = launch_pipeline(args, fork_server, on_open)
+        with quiet_start():
+            self._prepare()
+            args = OmniArgs.from_kwargs(model=model, stage_configs_path=stage_configs_path, **kwargs)
+            self._pipeline = launch_pipeline(args, fork_server, on_open)
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 

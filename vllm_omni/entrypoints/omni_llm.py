@@ -44,7 +44,8 @@ class OmniLLM(OmniBase):
             [output] = llm.generate("A red boat.", {"num_inference_steps": 20, "seed": 1})
             output.images[0].save("boat.png")
 
-    Log lines go to stderr, unless vLLM's variables (`VLLM_LOGGING_STREAM`) say otherwise.
+    Log lines go to stderr, without what vLLM says of its start, unless its variables (`VLLM_LOGGING_LEVEL`) say
+    otherwise.
     """
 
     def _prepare(self) -> None:

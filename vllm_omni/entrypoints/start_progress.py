@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server shows while its stages load: on a terminal a bar, elsewhere now and then a line.
+"""What a server or a program shows while its stages load: on a terminal a bar, elsewhere now and then a line.
 
-For a server whose log has our lines only; with vLLM's own there is enough to read.
+For one whose log has our lines only; with vLLM's own there is enough to read.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from vllm_omni.launch.supervisor import StageHealth
-from vllm_omni.metrics.logs import get_logger, is_quiet
+from vllm_omni.metrics.logs import get_logger, is_quiet, quiet_stream
 from vllm_omni.metrics.status_line import StatusLine, is_terminal
 
 logger = get_logger(__name__)
@@ -36,8 +35,8 @@ def start_progress(health: Callable[[], list[StageHealth]], checkpoints: Iterabl
         yield
         return
     downloads = Downloads(checkpoints)
-    if is_terminal(sys.stdout):
-        with StatusLine(lambda seconds: describe(health(), seconds, downloads.num_bytes()), sys.stdout):
+    if is_terminal(stream := quiet_stream()):
+        with StatusLine(lambda seconds: describe(health(), seconds, downloads.num_bytes()), stream):
             yield
         return
     ended = threading.Event()

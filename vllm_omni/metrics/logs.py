@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers, the request and stage that a log line names, and what a server logs while it starts.
+"""Loggers, the request and stage that a log line names, and what a server or a program logs while its stages start.
 
 All modules log below `vllm.omni`, so that vLLM's handler, format and `VLLM_LOGGING_LEVEL` apply to them. Imports
 neither other modules of the package nor vLLM.
@@ -15,13 +15,17 @@ import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-_QUIET_CONFIG = Path(__file__).with_name("quiet_logging.json")
+_SERVER_CONFIG = str(Path(__file__).with_name("quiet_server.json"))
+_PROGRAM_CONFIG = str(Path(__file__).with_name("quiet_program.json"))
+"""Logs to stderr, and leaves uvicorn's logger to the program."""
 _CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 _VARIABLES = (_CONFIG_VARIABLE, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_CONFIGURE_LOGGING")
 _LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Read when they are imported."""
+_VLLM_HANDLER = "vllm"
+"""The name of the handler that vLLM makes when it is imported."""
 _TORCH_ERROR = 2
 """Of torch's levels: its C++ code logs warnings with 1."""
 
@@ -32,8 +36,8 @@ def log_to_stderr() -> None:
     if {"VLLM_LOGGING_STREAM", _CONFIG_VARIABLE} & os.environ.keys():
         return
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    for handler in logging.getLogger("vllm").handlers:  # where vLLM was imported before
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+    for handler in _vllm_handlers():
+        if handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
 
 
@@ -84,14 +88,57 @@ def log_quietly() -> None:
     Holds for this process and for those that it starts. For a command line, as early as possible. No effect where the
     environment configures vLLM's logging.
     """
-    if any(name in os.environ for name in _VARIABLES):
+    if not any(name in os.environ for name in _VARIABLES):
+        _set_environment(_SERVER_CONFIG)
+        configure_process()
+
+
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """While a program opens a pipeline, it and the stages log on stderr what a server does while it starts, and from
+    then on vLLM's warnings, too.
+
+    vLLM's own lines come where the environment or the program configures its logging, and stay as they are in a server.
+    """
+    logger = logging.getLogger("vllm")
+    if not any(name in os.environ for name in _VARIABLES) and _is_as_imported(logger):
+        _set_environment(_PROGRAM_CONFIG)
+    if os.environ.get(_CONFIG_VARIABLE) != _PROGRAM_CONFIG:
+        yield
         return
-    os.environ[_CONFIG_VARIABLE] = str(_QUIET_CONFIG)
+    formats = json.loads(Path(_PROGRAM_CONFIG).read_text())["formatters"]["omni"]
+    for handler in _vllm_handlers():  # `dictConfig` would close the program's.
+        handler.setStream(sys.stderr)
+        handler.setFormatter(logging.Formatter(formats["format"], formats["datefmt"]))
+    logger.setLevel(logging.ERROR)
+    if (own := logging.getLogger("vllm.omni")).level == logging.NOTSET:
+        own.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log_warnings()
+
+
+def _vllm_handlers() -> list[logging.StreamHandler[TextIO]]:
+    """The one that vLLM has made, where it was imported before."""
+    handlers = logging.getLogger("vllm").handlers
+    return [
+        handler for handler in handlers if isinstance(handler, logging.StreamHandler) and handler.name == _VLLM_HANDLER
+    ]
+
+
+def _is_as_imported(logger: logging.Logger) -> bool:
+    """Whether nobody but vLLM has configured its logger, if that."""
+    names = [handler.name for handler in logger.handlers]
+    return (logger.level, names) in ((logging.NOTSET, []), (logging.INFO, [_VLLM_HANDLER]))
+
+
+def _set_environment(config: str) -> None:
+    os.environ[_CONFIG_VARIABLE] = config
     for name, level in _LIBRARIES.items():
         os.environ.setdefault(name, level)
     if "torch" in sys.modules:
         _limit_torch_log()
-    configure_process()
 
 
 @contextmanager
@@ -113,9 +160,9 @@ def log_loudly() -> None:
 
 
 def configure_process() -> None:
-    """Configures a process whose parent called `log_quietly`: vLLM may have configured its logging before."""
+    """Configures a process of a server, or of a stage: vLLM may have configured its logging before."""
     if is_quiet():
-        logging.config.dictConfig(json.loads(_QUIET_CONFIG.read_text()))
+        logging.config.dictConfig(json.loads(Path(os.environ[_CONFIG_VARIABLE]).read_text()))
         warnings.filterwarnings("ignore", category=FutureWarning)  # about code of others
 
 
@@ -135,5 +182,10 @@ def _limit_torch_log() -> None:
 
 
 def is_quiet() -> bool:
-    """Whether this process, or one that started it, has called `log_quietly`."""
-    return os.environ.get(_CONFIG_VARIABLE) == str(_QUIET_CONFIG)
+    """Whether this process, or one that started it, logs quietly: `log_quietly`, `quiet_start`."""
+    return os.environ.get(_CONFIG_VARIABLE) in (_SERVER_CONFIG, _PROGRAM_CONFIG)
+
+
+def quiet_stream() -> TextIO:
+    """Where a quiet process logs."""
+    return sys.stderr if os.environ.get(_CONFIG_VARIABLE) == _PROGRAM_CONFIG else sys.stdout

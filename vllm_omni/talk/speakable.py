@@ -12,7 +12,7 @@ _FENCE = re.compile(r"^\s*(?:```|~~~)", re.MULTILINE)
 _ADDRESS = r"\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\])"
 _IMAGE_OR_LINK = re.compile(rf"!?\[([^\]]{{0,400}}){_ADDRESS}")
 _HALF_OF_A_LINK = re.compile(rf"!(?=\[)|{_ADDRESS}")
-_URL = re.compile(r"<?\b(?:https?://|www\.)([^\s/<>()]+)[^\s<>()]*?(?=[.,;:!?]*(?:[\s<>()]|$))>?")
+_URL = re.compile(r"<?\b(?:https?://|www\.)([^\s/<>()?#]*[^\s/<>()?#.,;:!])[^\s<>()]*?(?=[.,;:!?]*(?:[\s<>()]|$))>?")
 _MAIL = re.compile(r"\b([\w.+-]+)@([\w-]+(?:\.[\w-]+)+)")
 _FLAGS = (
     "allowfullscreen|async|autofocus|autoplay|checked|controls|default|defer|disabled|formnovalidate|hidden|inert|ismap|"
@@ -23,7 +23,7 @@ _ATTRIBUTE = rf"[\w:-]+\s*=\s*(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s\"'<>]+)|(?i:{_FLAGS
 _TAG = re.compile(rf"</?[a-zA-Z][\w-]*(?:\s+(?:{_ATTRIBUTE}))*\s*/?>|<!--.{{0,400}}?-->|<![a-zA-Z][^<>]{{0,400}}>")
 _INLINE_CODE = re.compile(r"`+([^`]+)`+")
 # A mark behind a number, or a short name, multiplies: `2*3*4`, `x**2 + y**2`.
-_MARK = r"(?<![\d*~])(?<!\b\w)(?:\*{2,3}|~~)|(?<![\w*])\*(?!\*)"
+_MARK = r"(?<![\d*~])(?<!\b\w)(?:\*{2,3}|~~)|(?<![\w*)])\*(?!\*)"
 _EMPHASIS = re.compile(rf"({_MARK})(?=\S)(.{{1,400}}?)(?<=\S)\1")
 _UNDERLINED = re.compile(r"(?<!\w)(_{1,3})(?=\S)(.{1,400}?)(?<=\S)\1(?!\w)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$")

@@ -17,6 +17,7 @@ from vllm.benchmarks import serve as vllm_serve
 from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 
 from tests.servers import RunningServer
+from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.cli import bench, bench_requests
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput, PcmCounter
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
@@ -66,9 +67,19 @@ class TestArguments:
 
     def test_the_tokenizer_of_a_diffusers_model_is_found(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer").mkdir()
+        (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
         arguments = ("--backend", "openai-images", "--model", str(tmp_path))
         assert self.parse(*arguments).tokenizer == str(tmp_path / "tokenizer")
         assert self.parse(*arguments, "--tokenizer", "other").tokenizer == "other"
+
+    def test_the_tokenizer_of_an_installed_model_is_found(self) -> None:
+        shapes = Path(find_checkpoint("shapes"))
+        assert self.parse("--model", "shapes").tokenizer == str(shapes)
+        assert self.parse("--model", "shapes-painter").tokenizer == str(
+            shapes.with_name("shapes-painter") / "tokenizer"
+        )
+        assert self.parse("--model", "talk").tokenizer is None  # It is converted with the weights.
+        assert self.parse("--model", "talk", "--tokenizer", "shapes").tokenizer == str(shapes)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

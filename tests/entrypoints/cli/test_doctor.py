@@ -52,6 +52,15 @@ def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3: Path) -> None:
     assert "OK    memory          2 x 80 GB: text fits (leaves 1 unused)" in result.out
 
 
+def test_a_mistyped_name_is_reported_before_anything_is_imported(run, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "check_companions", lambda: pytest.fail("it imports"))
+    result = run("doctor", "shpes")
+    assert (
+        result.code == 1
+        and "FAIL  configuration   there is no checkpoint 'shpes'; did you mean 'shapes'?" in result.out
+    )
+
+
 @pytest.mark.parametrize(("size", "code"), [("24GiB", 0), ("500MiB", 1)])
 def test_another_machine(run, quick, tiny_qwen3: Path, size: str, code: int) -> None:
     result = run("doctor", tiny_qwen3, "--gpus", "2", "--gpu-memory", size, "--max-model-len=64")

@@ -74,6 +74,30 @@ def test_a_mistyped_command(run, arguments):
     assert (result.code, result.err) == (2, "vllm-omni: error: there is no command 'sevre'; did you mean 'serve'?\n")
 
 
+def test_help_is_a_command(run):
+    assert run("help") == run("--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], "the model is missing; write: vllm serve MODEL --omni [options]"),
+        (["config"], "config: unknown; write: vllm-omni config show MODEL"),
+        (["config", "shwo", "talk"], "config shwo: unknown; write: vllm-omni config show MODEL"),
+        (["config", "show"], "the model is missing; write: vllm-omni config show MODEL"),
+        (["playground", "localhost:8000", "--prot=1"], "unrecognized arguments: --prot=1"),
+    ],
+)
+def test_a_wrong_command_line_is_reported_before_anything_is_imported(run, monkeypatch, arguments, words):
+    def fail(*args):
+        pytest.fail("it imports")
+
+    monkeypatch.setattr(cli, "require_vllm", fail)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    result = run(*arguments)
+    assert result.code == 2 and words in result.err
+
+
 def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2

@@ -213,9 +213,19 @@ def test_a_wrong_configuration_file(run, tmp_path: Path, text: str, words: str) 
     assert result.code == 2 and words in result.err
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("/omni", "/omni"), ("omni/", "/omni"), ("/a//b/", "/a/b"), ("/", ""), ("", None)]
+)
+def test_a_root_path_as_people_write_it(given: str, meant: str | None) -> None:
+    assert OmniServeCommand().parse(["m", f"--root-path={given}"]).args.root_path == meant
+
+
 def test_the_model_is_required(run) -> None:
     result = run("serve", "--port", "8000")
-    assert (result.code, result.err) == (2, "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni\n")
+    assert (result.code, result.err) == (
+        2,
+        "vllm-omni: error: the model is missing; write: vllm serve MODEL --omni [options]\n",
+    )
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere"])

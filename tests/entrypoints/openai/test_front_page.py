@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
 from starlette.routing import WebSocketRoute
 
 from tests.entrypoints.fake_pipelines import running
@@ -101,3 +102,24 @@ def test_clients_do_not_take_this_server_for_another(llm: AsyncOmniLLM, path: st
     app: Any = FakeServer(llm).app
     assert send(app, "GET", path).status_code == 404
     assert send(app, "GET", "/health").text != "OK"
+
+
+def test_a_proxy_may_remove_the_root_path_or_leave_it(llm: AsyncOmniLLM) -> None:
+    app = FakeServer(llm, "--root-path=/omni", "--api-key=secret").app
+    inner = FastAPI()
+
+    @inner.get("/part")
+    def part(request: Request) -> str:
+        return str(request.url.path)
+
+    app.mount("/mounted", inner)
+    headers = {"authorization": "Bearer secret"}
+    for path in ("/mounted/part", "/omni/mounted/part"):
+        assert send(app, "GET", path).status_code == 401
+        assert send(app, "GET", path, headers=headers).json() == "/omni/mounted/part"
+    assert [send(app, "GET", path).status_code for path in ("/health", "/omni/health", "/omnihealth")] == [
+        200,
+        200,
+        401,
+    ]
+    assert '"/omni/openapi.json"' in send(app, "GET", "/docs", headers=headers).text.replace("'", '"')

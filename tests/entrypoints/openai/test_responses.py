@@ -6,7 +6,8 @@ Clients, unmodified, with the application in this process.
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from tests.entrypoints.fake_pipelines import is_idle
+from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
 from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, png
 from vllm_omni import AsyncOmniLLM
@@ -24,6 +27,8 @@ from vllm_omni.entrypoints.openai import responses
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.responses import OwnedStore, num_bytes
+from vllm_omni.errors import RequestTimeoutError
+from vllm_omni.events import OmniEvent
 
 GROUP = "app"
 QUESTION = "Why is the sea blue?"
@@ -160,15 +165,41 @@ class TestStore:
 
     def test_the_oldest_leave(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(responses, "MAX_STORED", 2)
-        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 100)
+        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 1000)
         store = OwnedStore()
         for name in ("a", "b", "c"):
             store[name] = name
         assert list(store) == ["b", "c"]
-        store["d"] = [{"content": "x" * 99}]
+        store["d"] = [{"content": "x" * 500}]
         assert list(store) == ["c", "d"]
         store["e"] = "x" * 1000
         assert list(store) == ["e"], "the newest stays, however large it is"
+        store["e"] = "x"
+        store["f"] = [1] * 5
+        assert list(store) == ["e", "f"], "the earlier value is not counted"
+        store["g"] = [1] * 7
+        assert list(store) == ["g"], "numbers take memory, too"
+
+    def test_those_of_all_keys_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def keep(owner: bytes, name: str) -> list[str]:
+            RequestContext.start().owner = owner
+            store[name] = "x" * 300
+            return list(store)
+
+        monkeypatch.setattr(responses, "MAX_TOTAL_STORED_BYTES", 1000)
+        store = OwnedStore()
+        assert asyncio.run(keep(b"one", "a")) == ["a"]
+        assert asyncio.run(keep(b"one", "b")) == ["a", "b"]
+        assert asyncio.run(keep(b"two", "c")) == ["c"]
+        assert asyncio.run(keep(b"two", "d")) == ["d"], "its own leave"
+        assert asyncio.run(keep(b"one", "e")) == ["e"]
+        assert asyncio.run(keep(b"one", "f")) == ["f"]
+
+    def test_a_response_without_its_messages_cannot_be_continued(self, app: FastAPI) -> None:
+        first = respond(app, QUESTION)
+        del app.state.openai_serving_responses.msg_store[first.id]
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            respond(app, "And the sky?", previous_response_id=first.id)
 
     def test_calls_of_an_earlier_response_are_repeated(self, app: FastAPI) -> None:
         from openai.types.responses import ResponseFunctionToolCall
@@ -180,7 +211,7 @@ class TestStore:
         del handler.response_store["resp"]
 
     def test_sizes(self) -> None:
-        assert num_bytes([{"a": "xx", "b": ["y", 5, None]}]) == 3
+        assert num_bytes([{"a": "xx", "b": ["y", 5, None]}]) == 703
 
 
 def messages(app: FastAPI, main: Callable[[anthropic.AsyncAnthropic], Awaitable[Any]]) -> Any:
@@ -231,6 +262,72 @@ class TestMessages:
                 messages(app, lambda client, wrong=wrong: client.messages.create(**{**asked, **wrong}))
             body: Any = caught.value.body
             assert body["type"] == "error" and body["error"]["type"] == kind and words in body["error"]["message"]
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_a_tool_is_called(self, app: FastAPI, is_streamed: bool) -> None:
+        async def ask(client: anthropic.AsyncAnthropic) -> Any:
+            if not is_streamed:
+                return await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as answer:
+                return await answer.get_final_message()
+
+        schema = {
+            "type": "object",
+            "properties": {"is_deep": {"type": "boolean"}},
+            "required": ["is_deep"],
+            "additionalProperties": False,
+        }
+        tool = {"name": "dive", "input_schema": schema, "strict": True}
+        asked = {**ASKED, "max_tokens": 64, "tools": [tool], "tool_choice": {"type": "tool", "name": "dive"}}
+        answer = messages(app, ask)
+        (call,) = answer.content
+        assert (call.type, call.name, answer.stop_reason) == ("tool_use", "dive", "tool_use")
+        assert list(call.input) == ["is_deep"] and isinstance(call.input["is_deep"], bool)
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_without_thinking(self, app: FastAPI, is_streamed: bool) -> None:
+        """vLLM renders prompts of its own, to find how a model is told not to."""
+
+        async def ask(client: anthropic.AsyncAnthropic) -> str:
+            if not is_streamed:
+                return (await client.messages.create(**asked)).content[0].text
+            async with client.messages.stream(**asked) as answer:
+                return await answer.get_final_text()
+
+        asked = {**ASKED, "thinking": {"type": "disabled"}}
+        assert messages(app, ask) == chat(app, user(QUESTION))
+
+    def test_an_error_in_a_stream(
+        self, app: FastAPI, talking_async_llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[OmniEvent, None]:
+            async with aclosing(AsyncOmniLLM.generate(talking_async_llm, *args, **kwargs)) as events:
+                first = await anext(events)
+            yield first
+            raise RequestTimeoutError("too late", request_id=first.request_id)
+
+        async def stream(client: anthropic.AsyncAnthropic) -> None:
+            async with client.messages.stream(**ASKED) as answer:
+                async for text in answer.text_stream:
+                    texts.append(text)
+
+        texts: list[str] = []
+        monkeypatch.setattr(talking_async_llm, "generate", generate)
+        with pytest.raises(anthropic.APIStatusError, match="too late") as caught:
+            messages(app, stream)
+        body: Any = caught.value.body
+        assert texts and body["type"] == "error" and body["error"]["type"] == "api_error"
+
+    def test_a_client_abort_of_a_stream_ends_its_request(self, app: FastAPI, talking_async_llm: AsyncOmniLLM) -> None:
+        async def main() -> None:
+            body = {"model": MODEL, "max_tokens": 900, "messages": [user(QUESTION)], "stream": True}
+            request = AppRequest(app, "/v1/messages", body)
+            await request.first_chunk()
+            assert request.status == 200 and any(talking_async_llm._pipeline.orchestrator.activity().values())
+            await request.disconnect()
+            assert is_idle(talking_async_llm)
+
+        asyncio.run(main())
 
 
 class TestBatch:

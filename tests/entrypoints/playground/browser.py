@@ -203,6 +203,14 @@ def wait_until_played(page: Page) -> np.ndarray:
     return played(page)
 
 
+def stages_of_last_request(page: Page) -> list[str]:
+    """The names that the tab of stages, which it opens, shows beside the bars of the last request."""
+    page.get_by_role("tab", name="Stages").click()
+    timeline = page.locator("#stages-timeline")
+    timeline.locator(".track i").first.wait_for()
+    return [name for name in timeline.locator(".row > :first-child").all_inner_texts() if name]
+
+
 def wait_until_disabled(button: Locator) -> None:
     button.page.wait_for_function("button => button.disabled", arg=button.element_handle())
 

@@ -187,10 +187,8 @@ def test_a_stage_is_sampled_as_chosen(page: Page, talking_server: RunningServer)
 def test_the_stages_at_work_and_one_request(page: Page) -> None:
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
-    page.get_by_role("tab", name="Stages").click()
-    timeline = page.locator("#stages-timeline")
-    timeline.locator(".track i").first.wait_for()
-    assert [name in timeline.inner_text() for name in ("thinker", "talker", "code2wav")] == [True] * 3
+    web.wait_until_disabled(page.locator("#chat-stop"))  # Its speech has ended, too.
+    assert web.stages_of_last_request(page) == ["thinker", "talker", "code2wav"]
     assert page.locator("#stages-cards").get_by_text("ready").count() == 3
 
 
@@ -226,6 +224,7 @@ def test_reads_a_text_aloud(page: Page) -> None:
     heard = Recognizer().words(web.wait_until_played(page), web.RATE)
     assert count_understood(["red", "circle"], heard) == 2
     assert int.from_bytes(saved_speech(page)[:2]) >= 0xFFE0  # The first frame of MP3.
+    assert web.stages_of_last_request(page) == ["thinker", "talker", "code2wav"]
 
 
 def saved_speech(page: Page) -> bytes:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import httpx2
 import openai
 import pytest
+from fastapi import FastAPI
 
 gr = pytest.importorskip("gradio", reason="needs Gradio (extra `test`)")
 
@@ -22,9 +23,11 @@ from vllm_omni.entrypoints.playground.chat_tab import (  # noqa: E402
     _stop,
 )
 from vllm_omni.entrypoints.playground.client import Description, Server, Stage  # noqa: E402
+from vllm_omni.entrypoints.playground.command import make_app  # noqa: E402
 from vllm_omni.entrypoints.playground.examples import questions  # noqa: E402
+from vllm_omni.entrypoints.playground.last_request import LastRequest  # noqa: E402
 from vllm_omni.entrypoints.playground.live_sound import MEDIA_TYPES, LiveSounds  # noqa: E402
-from vllm_omni.entrypoints.playground.page import heading, make_page, read_auth  # noqa: E402
+from vllm_omni.entrypoints.playground.page import add_page, heading, make_page, read_auth  # noqa: E402
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay  # noqa: E402
 from vllm_omni.entrypoints.playground.sampling import SamplingFields  # noqa: E402
 from vllm_omni.entrypoints.playground.stages_tab import (  # noqa: E402
@@ -64,6 +67,11 @@ IMAGES = Description(
 SERVER = Server("http://localhost:1/v1/", "secret")
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"])
+def test_an_address_needs_no_scheme(url: str) -> None:
+    assert Server(url).url == "http://localhost:8000"
+
+
 def components(description: Description) -> list[dict]:
     return make_page(SERVER, description, LiveSounds(), RealtimeRelay(SERVER)).config["components"]
 
@@ -78,6 +86,28 @@ def components(description: Description) -> list[dict]:
 )
 def test_has_a_tab_for_each_thing_that_the_model_does(description: Description, tabs: list[str]) -> None:
     assert [part["props"]["label"] for part in components(description) if part["type"] == "tabitem"] == tabs
+
+
+@pytest.mark.parametrize("root_path", ["", "/omni"])
+def test_addresses_are_below_the_path_of_a_proxy_that_names_its_host(root_path: str) -> None:
+    app = add_page(FastAPI(root_path=root_path), SERVER, IMAGES, "/playground/", root_path=root_path)
+
+    async def main() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server") as client:
+            return await client.get(f"{root_path}/playground/logout", headers={"x-forwarded-host": "proxy"})
+
+    assert asyncio.run(main()).headers["location"] == f"http://proxy{root_path}/playground"
+
+
+@pytest.mark.parametrize("path", ["/omni/logout", "/logout"])
+def test_a_proxy_of_the_page_alone_may_remove_its_path_or_leave_it(path: str) -> None:
+    app = make_app(SERVER, IMAGES, None, "/omni")
+
+    async def main() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://server") as client:
+            return await client.get(path, headers={"x-forwarded-host": "proxy"})
+
+    assert asyncio.run(main()).headers["location"] == "http://proxy/omni"
 
 
 def test_the_heading_says_what_the_model_does() -> None:
@@ -150,12 +180,12 @@ def test_a_file_that_the_model_does_not_read_is_refused_with_its_message(tmp_pat
     (box,) = [part["props"] for part in components(OMNI) if part["type"] == "multimodaltextbox"]
     assert "file_types" not in box and box["sources"] == ["upload", "microphone"]
     with gr.Blocks():
-        tab = ChatTab(SERVER, OMNI, LiveSounds())
+        tab = ChatTab(SERVER, OMNI, LiveSounds(), gr.State(LastRequest()))
     conversation = ChatState()
 
     async def send(file: str) -> None:
         message = {"text": "What is it?", "files": [str(tmp_path / file)]}
-        async for _ in tab._respond(message, conversation, ["text"], "ada", "", False, *[""] * 12):
+        async for _ in tab._respond(message, conversation, LastRequest(), ["text"], "ada", "", False, *[""] * 12):
             pass
 
     with pytest.raises(gr.Error, match=r"does not read files of this kind: notes\.pdf"):
@@ -184,7 +214,7 @@ def test_sends_only_the_sampling_that_was_changed() -> None:
 
 def test_a_chat_asks_for_the_outputs_and_the_voice_that_were_chosen() -> None:
     with gr.Blocks():
-        tab = ChatTab(SERVER, OMNI, LiveSounds())
+        tab = ChatTab(SERVER, OMNI, LiveSounds(), gr.State(LastRequest()))
     conversation = ChatState()
     conversation.ask("Why?", [])
     spoken = tab._request(conversation, ["text", "audio"], "ben", "Be kind.", False, None)
@@ -316,3 +346,16 @@ def test_a_running_request_is_seen_in_the_stages_that_work() -> None:
     assert seen == {"name": "talker", "arrival": 2, "started": 2, "first_output": 2, "finished": 3}
     assert timeline_of(times_so_far(history, since=9.0)).count("working: 1.00 s") == 1
     assert "started" in timeline_of(times_so_far(history, since=14.0))
+
+
+def test_the_last_request_runs_until_it_has_ended_or_another_one_begins() -> None:
+    last = LastRequest()
+    with last.running("speech-1"):
+        assert (last.id, last.is_running) == ("speech-1", True)
+    assert not last.is_running
+    first, second = last.running("chatcmpl-1"), last.running("chatcmpl-2")
+    with first:
+        second.__enter__()
+    assert (last.id, last.is_running) == ("chatcmpl-2", True)
+    second.__exit__(None, None, None)
+    assert (last.id, last.is_running) == ("chatcmpl-2", False)

@@ -69,6 +69,8 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         page.locator("#images-generate").click()
         assert agrees(find_shapes(painting(page)), SENTENCE)
         web.wait_until_disabled(page.locator("#images-stop"))
+        assert web.stages_of_last_request(page) == ["diffusion"]
+        page.get_by_role("tab", name="Images").click()
 
         page.get_by_role("button", name="Settings").click()
         steps = page.get_by_label("num_inference_steps")
@@ -117,3 +119,4 @@ def test_makes_a_video_and_stops(browser: Browser, video_server: RunningServer, 
         page.locator("#videos-state").get_by_text("Complete").wait_for()
         page.locator("#videos-video video").wait_for()
         assert page.wait_for_function("document.querySelector('#videos-video video').duration > 0")
+        assert web.stages_of_last_request(page) == ["diffusion"]

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.cli.arguments import OmniArgumentParser
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, OmniRequestFuncOutput
 from vllm_omni.errors import OmniError
 from vllm_omni.extras import install_command
+from vllm_omni.model_packages import find_models
 from vllm_omni.vllm_versions import VLLM_SUBCMD_PARSER_EPILOG
 
 USAGE = "vllm bench serve --omni [--backend BACKEND] [options of vllm bench serve]"
@@ -201,9 +202,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--endpoint {args.endpoint}: --backend {args.backend} needs one that ends with {suffix}")
     if any(goal.startswith("tpot:") for goal in args.goodput or ()):
         parser.error(f"--goodput: {args.backend} has ttft and e2el only: vLLM counts audio as time of output tokens")
-    if not args.tokenizer and args.model and (folder := Path(args.model, "tokenizer")).is_dir():
-        args.tokenizer = str(folder)  # of a diffusers pipeline
+    if name := args.tokenizer or args.model:
+        args.tokenizer = _find_tokenizer(name) or args.tokenizer
     return args
+
+
+def _find_tokenizer(name: str) -> str | None:
+    """The folder that has the tokenizer of a checkpoint: of an installed package, or in a folder. None: vLLM looks."""
+    folder = find_models().checkpoints.get(name, Path(name))
+    places = (folder / "tokenizer", folder)  # the first is that of a diffusers pipeline
+    return next((str(place) for place in places if (place / "tokenizer_config.json").is_file()), None)
 
 
 def run_bench_serve(arguments: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, se
 from vllm_omni.entrypoints.cli.serve_help import CONFIG_DESCRIPTION, CONFIG_USAGE
 from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.entrypoints.resolve import ResolvedPipeline, resolve_pipeline
-from vllm_omni.errors import StageConfigError, UsageError
+from vllm_omni.errors import StageConfigError
 from vllm_omni.kinds.parameters import load_function_parameters
 
 _MAX_WIDTH = 70
@@ -39,15 +39,13 @@ class ConfigCommand(OmniServeCommand):
         return parser
 
     def run(self, arguments: list[str]) -> None:
-        """Prints the configuration.
+        """Prints the configuration; `arguments` are the words after `config show`.
 
         Raises:
             UsageError: The command line is wrong.
             StageConfigError: The configuration or an argument is wrong.
         """
-        if arguments[:1] != ["show"]:
-            raise UsageError(f"config {arguments[0] if arguments else ''}: unknown; write: {CONFIG_USAGE}")
-        parsed = self.parse(arguments[1:])
+        parsed = self.parse(arguments)
         set_up_logging(parsed)
         args = make_omni_args(parsed)
         resolved = resolve_pipeline(args)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
-from vllm_omni.errors import VllmRequirementError
+from vllm_omni.errors import OmniError, VllmRequirementError
 from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.metrics.status_line import waiting
 from vllm_omni.model_packages import OWN_PACKAGE, find_models
@@ -93,6 +93,9 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     yield from check_python()
     yield from check_packages()
     yield from check_model_packages()
+    if arguments and (mistyped := _check_name(arguments[0])):
+        yield mistyped
+        return
     yield from check_companions()
     platform, found = probe_platform()
     yield from found
@@ -162,6 +165,19 @@ def check_model_packages() -> Iterator[Finding]:
             yield Finding("OK", "models", f"{package}: {', '.join(names) or 'nothing'}")
     for package, reason in models.broken.items():
         yield Finding("WARN", "models", f"{package} is left out: {reason}", "fix it, or uninstall it")
+
+
+def _check_name(model: str) -> Finding | None:
+    """What is wrong with the name of a checkpoint, whatever this machine has."""
+    try:
+        from vllm_omni.config.utils import find_checkpoint
+
+        find_checkpoint(model)
+    except ModuleNotFoundError:  # One of our requirements, which `check_packages` reports.
+        return None
+    except OmniError as error:
+        return Finding("FAIL", "configuration", str(error))
+    return None
 
 
 def _wrong_versions(requirements: Iterable[Any]) -> Iterator[Finding]:

@@ -16,9 +16,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from vllm_omni.entrypoints.cli.serve_help import config_page, serve_page
+from vllm_omni.entrypoints.cli.serve_help import CONFIG_USAGE, SERVE_USAGE, config_page, serve_page
 from vllm_omni.errors import OmniError, UsageError
-from vllm_omni.extras import install_command
 from vllm_omni.version import __version__
 from vllm_omni.vllm_requirement import describe_import, find_vllm, name_cpu_build, require_vllm
 
@@ -52,7 +51,7 @@ def main() -> None:
     words = sys.argv[1:]
     arguments = [argument for argument in words if argument != "--omni"]
     command = arguments[0] if arguments else "--help"
-    if command in ("-h", "--help"):
+    if command in ("-h", "--help", "help"):
         print(USAGE, end="")
     elif command in ("-v", "--version"):
         print(_version_line())
@@ -124,8 +123,7 @@ def _serve(arguments: list[str]) -> None:
     if _asks_for_help(arguments):
         print(serve_page(), end="")
         return
-    if arguments and not arguments[0].startswith("-"):
-        _find_checkpoint(arguments[0])
+    _check_model(arguments, SERVE_USAGE)
     require_vllm()
     from vllm_omni.entrypoints import omni_base
     from vllm_omni.metrics.logs import get_logger, log_quietly
@@ -159,19 +157,25 @@ def _config(arguments: list[str]) -> None:
     if _asks_for_help(arguments):
         print(config_page(), end="")
         return
+    if arguments[:1] != ["show"]:
+        raise UsageError(f"{' '.join(['config', *arguments[:1]])}: unknown; write: {CONFIG_USAGE}")
+    _check_model(arguments[1:], CONFIG_USAGE)
     require_vllm()
     _log_warnings_only()
     with _importing_vllm():
         from vllm_omni.entrypoints.cli.config import ConfigCommand
 
-    ConfigCommand().run(arguments)
+    ConfigCommand().run(arguments[1:])
 
 
-def _find_checkpoint(model: str) -> None:
-    """Raises as `find_checkpoint`: a mistyped name is reported at once, not after the imports."""
-    from vllm_omni.config.utils import find_checkpoint  # imports packages that may be missing
+def _check_model(arguments: list[str], usage: str) -> None:
+    """A model that is missing or mistyped is reported at once, not after the imports. Raises as `find_checkpoint`."""
+    if not arguments:
+        raise UsageError(f"the model is missing; write: {usage}")
+    if not arguments[0].startswith("-"):
+        from vllm_omni.config.utils import find_checkpoint  # imports packages that may be missing
 
-    find_checkpoint(model)
+        find_checkpoint(arguments[0])
 
 
 @contextmanager
@@ -221,13 +225,6 @@ def _demo(arguments: list[str]) -> None:
 
 
 def _playground(arguments: list[str]) -> None:
-    from vllm_omni.metrics.status_line import waiting
-
-    try:
-        with waiting("importing Gradio"):
-            import gradio  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
     from vllm_omni.entrypoints.playground.command import run_playground
 
     run_playground(arguments)

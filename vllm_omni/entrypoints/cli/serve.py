@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.openai.server_args import add_api_arguments, add_limi
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.entrypoints.request_builder import list_voices, load_processors
 from vllm_omni.entrypoints.resolve import has_vllm_stages, resolve_pipeline
+from vllm_omni.entrypoints.root_path import as_root_path
 from vllm_omni.errors import UsageError
 from vllm_omni.extras import install_command
 from vllm_omni.kinds.parameters import load_function_parameters
@@ -116,7 +117,7 @@ def _check(parsed: ParsedCommand) -> None:
     args = parsed.args
     args.model = args.model_tag or parsed.explicit.get("model")
     if not args.model:
-        raise UsageError("the model is missing; write: vllm serve MODEL --omni")
+        raise UsageError(f"the model is missing; write: {SERVE_USAGE}")
     if (folder := find_checkpoint(args.model)) != args.model:
         args.served_model_name = args.served_model_name or [args.model]
         args.model = folder
@@ -130,6 +131,8 @@ def _check(parsed: ParsedCommand) -> None:
         args.api_key = [*(args.api_key or ()), *_read_api_keys(args.api_key_file)]
     if args.playground:
         _check_playground(args)
+    if args.root_path is not None:
+        args.root_path = as_root_path(args.root_path)
     args.api_server_count = None
     # The server reads these there; in vLLM the engine sets them.
     names = {"reasoning_parser", "reasoning_parser_plugin"} & parsed.explicit.keys()

@@ -139,15 +139,16 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         if (stage := final_stage(client.config, output_type))
     }
     asr_stage = load_asr_stage(client, args)
-    app.state.omni_transcriptions = None
+    source: transcriptions.TranscriptionSource | None = None
     if asr_stage is not None:
-        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
+        source = transcriptions.StageSource(app.state, client, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = app.state.openai_serving_responses.asr_stage = asr_stage
     elif client.transcribes:
-        app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
+        source = vllm_transcriptions.VllmSource(app.state, client, args)
     elif transcriptions.can_transcribe(client):
-        app.state.omni_transcriptions = transcriptions.ServingTranscriptions(app.state.openai_serving_chat, args)
+        source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
+    app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(app.state.openai_serving_chat, app.state, args)
@@ -167,7 +168,8 @@ def _add_playground(app: FastAPI, args: Namespace) -> None:
     # The certificate has the name that clients know, which need not be this one.
     server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
     known = client.Description.read(app.state.omni_description.model_dump())
-    page.add_page(app, server, known, PLAYGROUND_PATH, page.read_auth(args.playground_auth))
+    auth = page.read_auth(args.playground_auth)
+    page.add_page(app, server, known, PLAYGROUND_PATH, auth, args.root_path or "")
 
 
 async def _init_text_state(

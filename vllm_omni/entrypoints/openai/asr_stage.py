@@ -19,6 +19,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_endpoint import new_id
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.events import ARSegmentEvent
 from vllm_omni.inputs import OmniPrompt
 
@@ -64,8 +65,8 @@ class ASRStage:
 
     async def transcribe(
         self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
-    ) -> AsyncGenerator[str, None]:
-        """The transcript, in deltas.
+    ) -> AsyncGenerator[ChatDelta, None]:
+        """The transcript, in deltas of its text.
 
         Args:
             sound: As `MediaFetcher.sound` returns it.
@@ -81,7 +82,7 @@ class ASRStage:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, ARSegmentEvent) and event.stage_id in self._final_stages and event.text:
-                    yield event.text
+                    yield ChatDelta(text=event.text)
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
         """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of
@@ -112,7 +113,7 @@ class ASRStage:
         if sound is None:
             sound = await self._media.sound(url, parameter)
         async with aclosing(self.transcribe(sound, settings, new_id("transcription"))) as deltas:
-            return "".join([delta async for delta in deltas]).strip()
+            return "".join([delta.text async for delta in deltas]).strip()
 
     async def as_text(self, messages: Sequence[Any]) -> list[Any]:
         """Messages with the transcript in the place of each sound.

@@ -124,8 +124,7 @@ class AudioEncoder:
         samples = np.atleast_2d(np.asarray(samples, dtype=np.float32))
         if len(samples) != self.num_channels:
             raise BrokenAudioError(f"the model made audio of {len(samples)} channels after {self.num_channels}")
-        if not np.isfinite(samples).all():
-            raise BrokenAudioError("the model made audio with samples that are not numbers (NaN or infinite)")
+        check_samples(samples)
         if self._filter is not None:
             samples = self._filter.run(samples)
         return self._coder.encode(self._clipped(samples))
@@ -145,6 +144,12 @@ class AudioEncoder:
     async def finish_async(self) -> bytes:
         """`finish`, in a thread if it takes long."""
         return self.finish() if self._is_quick else await asyncio.to_thread(self.finish)
+
+
+def check_samples(samples: np.ndarray) -> None:
+    """Raises `BrokenAudioError` if a sample is not a number."""
+    if not np.isfinite(samples).all():
+        raise BrokenAudioError("the model made audio with samples that are not numbers (NaN or infinite)")
 
 
 def encode_audio(samples: np.ndarray, format: str, sample_rate: int, speed: float = 1.0) -> bytes:

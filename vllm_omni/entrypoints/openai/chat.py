@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions and /v1/completions for a pipeline with a vLLM stage that reads prompts.
 
-vLLM's routes and handlers answer with the text, `chat_media.py` adds all other outputs.
+vLLM's routes and handlers answer with the text; `chat_media.py` and `streamed_chat.py` add all other outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat_media import ChatMedia, MediaStream, Transcripts, split_outputs
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Transcripts, split_outputs
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
@@ -44,6 +44,7 @@ from vllm_omni.entrypoints.openai.stage_params import (
     read_stage_params,
     without_nulls,
 )
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, DeltaStream, MediaStream
 from vllm_omni.errors import StageConfigError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import VOICE_FIELD, ReplyParsers, SpokenText
@@ -198,6 +199,14 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         context.options = read_options(request, self.client, self.default_modalities)
         return await super().create_chat_completion(request, raw_request)
 
+    async def create_deltas(
+        self, request: OmniChatCompletionRequest, raw_request: Request | None = None
+    ) -> AsyncGenerator[ChatDelta, None] | ErrorResponse:
+        """Answers a streamed chat of one choice in typed deltas; else as `create_chat_completion`."""
+        RequestContext.current().reads_deltas = True
+        answer: Any = await self.create_chat_completion(request, raw_request)
+        return answer
+
     def _engine_reasoning_kwargs(
         self,
         request: ChatCompletionRequest,
@@ -241,12 +250,17 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         model_name: str,
         *args: Any,
         **kwargs: Any,
-    ) -> AsyncGenerator[Line, None]:
+    ) -> AsyncGenerator[Line, None] | AsyncGenerator[ChatDelta, None]:
         context = RequestContext.current()
         context.mm_token_counts = kwargs.get("mm_token_counts") or {}
-        media = MediaStream(result_generator, request_id, model_name, context, self.client.config, self.transcripts)
-        text = super().chat_completion_stream_generator(request, media.text(), request_id, model_name, *args, **kwargs)
-        return media.lines(text) if context.options.has_media else text
+        own = context, self.client.config, self.transcripts
+        stream: DeltaStream | MediaStream = (
+            DeltaStream(result_generator, *own)
+            if context.reads_deltas
+            else MediaStream(result_generator, request_id, model_name, *own)
+        )
+        text = super().chat_completion_stream_generator(request, stream.text(), request_id, model_name, *args, **kwargs)
+        return stream.answer(text) if context.reads_deltas or context.options.has_media else text
 
 
 class _Renderer:

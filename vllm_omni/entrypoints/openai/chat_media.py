@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outputs of a chat answer that are not text: in its message, in its usage, and in a stream between the text."""
+"""The outputs of a chat answer that are not text: in its message and in its usage."""
 
 from __future__ import annotations
 
@@ -7,29 +7,21 @@ import asyncio
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any
 
-import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE, AudioEncoder, count_channels, first_clip
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import Line, read_line, sse_line
-from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
+from vllm_omni.events import CompletedEvent
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.stage.spoken_reply import read_spoken
 from vllm_omni.vllm_protocol import ChatCompletionResponse
-
-MAX_UNSENT_BYTES = 1 << 20
-
-Item = TypeVar("Item")
 
 LIFETIME_S = 3600
 MAX_TRANSCRIPT_BYTES = 16 << 20
@@ -98,13 +90,13 @@ async def split_outputs(
             completed.append(output)
 
 
-def _joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
+def joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
     """Why a choice ended: the text's reason, but `length` if the text is complete and its speech was cut."""
     is_cut = any(finish_reason_of(output) == "length" for output in media)
     return "length" if is_cut and text_reason in (None, "stop") else text_reason or "stop"
 
 
-def _has_unspoken(message: dict[str, Any]) -> bool:
+def has_unspoken(message: dict[str, Any]) -> bool:
     """Whether a message, or a delta of one, has text that is not content."""
     return bool(message.get("tool_calls") or message.get("reasoning"))
 
@@ -129,7 +121,7 @@ class ChatMedia:
         fields = choice.message.model_dump()
         content = fields.get("content") or ""
         transcript = await self._read_transcript(event, content)
-        is_silent = not transcript.strip() and (bool(content) or _has_unspoken(fields))
+        is_silent = not transcript.strip() and (bool(content) or has_unspoken(fields))
         if not self._options.shows_text:
             fields = {name: fields[name] for name in ("role", "tool_calls") if fields.get(name)}
             choice.logprobs = None
@@ -147,7 +139,7 @@ class ChatMedia:
             else:
                 fields |= await asyncio.to_thread(message_fields, output)
         choice.message = type(choice.message)(**fields)
-        choice.finish_reason = _joint_finish_reason(choice.finish_reason, media)
+        choice.finish_reason = joint_finish_reason(choice.finish_reason, media)
         usage = answer.usage.model_dump()
         self._add_usage(usage, event)
         answer.usage = type(answer.usage)(**usage)
@@ -184,185 +176,3 @@ class ChatMedia:
         if prompt_audio_tokens := self._context.mm_token_counts.get("audio"):
             prompt_details = usage.get("prompt_tokens_details") or {}
             usage["prompt_tokens_details"] = {**prompt_details, "audio_tokens": prompt_audio_tokens}
-
-
-class MediaStream(ChatMedia):
-    """One streamed answer: vLLM's handler makes the lines of text, this class those of all other outputs, in choice 0.
-
-    vLLM ends choice 0 with its text. Here it ends with the last of its outputs, so the finish reason is held until
-    then.
-    """
-
-    def __init__(
-        self, outputs: AsyncGenerator[EngineOutput, None], request_id: str, model_name: str, *args: Any
-    ) -> None:
-        """The further arguments are those of `ChatMedia`."""
-        super().__init__(*args)
-        self._outputs = outputs
-        self._chunk = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model_name,
-        }
-        self._transcript: list[str] = []
-        self._blank = ""  # White space, which is part of the transcript if text follows.
-        self._has_unspoken = False
-        self._speaks = "audio" in self._options.modalities
-        self._lines: UnsentQueue[Line] = UnsentQueue(len)
-        self._encoders: dict[int, AudioEncoder] = {}
-        # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
-        self._has_role = self._options.shows_text
-        self._has_audio_id = False
-        self._end: dict[str, Any] = {"finish_reason": None}
-        self._completed: CompletedEvent | None = None
-
-    async def text(self) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs for vLLM's handler; ends when all outputs are complete."""
-        async with aclosing(self._outputs):  # It may end while it waits for the client.
-            async for output in self._outputs:
-                if isinstance(output, RequestOutput):
-                    if output.num_cached_tokens is not None:  # Only the first output has it.
-                        self._context.num_cached_tokens = output.num_cached_tokens
-                    yield output
-                else:
-                    await self._put_event(output)
-
-    async def lines(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[Line, None]:
-        """The lines of the answer; `text` are those that vLLM's handler makes of `text()`."""
-        pump = asyncio.create_task(self._pump(text))
-        try:
-            while (line := await self._lines.get()) is not None:
-                yield line
-            await pump
-        finally:
-            pump.cancel()
-            with suppress(asyncio.CancelledError):
-                await pump
-
-    async def _pump(self, text: AsyncGenerator[str, None]) -> None:
-        try:
-            async for line in text:
-                rewritten = await self._rewrite(line)
-                if rewritten is not None:
-                    await self._lines.put(rewritten)
-        finally:
-            self._lines.close()
-
-    async def _rewrite(self, line: str) -> Line | None:
-        """vLLM's line, without the end of choice 0, and with the tokens of the other outputs in the usage.
-
-        None: the line has text that the request does not include.
-        """
-        if line.startswith(("data: [DONE]", 'data: {"error"')):
-            return line
-        if '"choices":[]' in line:
-            chunk = read_line(line)
-            if self._completed is not None:
-                self._add_usage(chunk["usage"], self._completed)
-            return sse_line(chunk)
-        if self._speaks or '"finish_reason":null' not in line:
-            chunk = read_line(line)
-            (choice,) = chunk["choices"]
-            if choice["index"] == 0 and self._speaks:
-                await self._take_delta(choice["delta"])
-            if choice["index"] == 0 and choice["finish_reason"] is not None:
-                self._end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
-                shown = self._end if self._context.shows_text_end else {"finish_reason": None}
-                return sse_line({**chunk, "choices": [{**choice, **shown}]}) if self._options.shows_text else None
-        return line if self._options.shows_text else None
-
-    async def _take_delta(self, delta: dict[str, Any]) -> None:
-        """The text of the first sequence: its content is spoken, and its tool calls are part of every answer."""
-        self._has_unspoken |= _has_unspoken(delta)
-        self._blank += delta.get("content") or ""
-        if self._blank.strip():
-            await self._put_transcript()
-        if delta.get("tool_calls") and not self._options.shows_text:
-            await self._put({"tool_calls": delta["tool_calls"]})
-
-    async def _put_transcript(self) -> None:
-        text, self._blank = self._blank, ""
-        if text:
-            self._transcript.append(text)
-            await self._put_audio(transcript=text)
-
-    async def _put_event(self, event: OmniEvent) -> None:
-        if isinstance(event, CompletedEvent):
-            await self._finish(event)
-        elif isinstance(event, ARSegmentEvent) and event.final_output_type == "audio":
-            samples = first_clip(event.multimodal_output.get("audio", torch.empty(0)))
-            if samples.size:
-                encoder = self._encoder(event.stage_id, count_channels(samples))
-                await self._put_data(await encoder.encode_async(samples))
-
-    async def _finish(self, event: CompletedEvent) -> None:
-        self._completed = event
-        media = [output for output in event.outputs if output.final_output_type != "text"]
-        for output in media:
-            if output.final_output_type == "audio":
-                await self._finish_audio(output)
-            else:
-                await self._put(await asyncio.to_thread(message_fields, output))
-        await self._put({}, **self._end | {"finish_reason": _joint_finish_reason(self._end["finish_reason"], media)})
-
-    async def _finish_audio(self, output: OmniRequestOutput) -> None:
-        if self._has_unspoken and not self._transcript:
-            return
-        await self._put_transcript()
-        encoder = self._encoders.get(output.stage_id)
-        if encoder is not None:
-            await self._put_data(await encoder.finish_async())
-        else:
-            await self._put_audio(data=await asyncio.to_thread(encode_speech, output, self._options.audio_format))
-        await self._put_audio(expires_at=self._keep("".join(self._transcript)))
-
-    async def _put_data(self, data: bytes) -> None:
-        if data:
-            await self._put_audio(data=data)
-
-    async def _put_audio(self, **fields: Any) -> None:
-        if not self._has_audio_id:
-            self._has_audio_id = True
-            fields = {"id": self._audio_id, **fields}
-        await self._put({"audio": fields})
-
-    async def _put(self, delta: dict[str, Any], **end: Any) -> None:
-        if not self._has_role:
-            self._has_role = True
-            delta = {"role": "assistant", **delta}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **end}
-        await self._lines.put(sse_line({**self._chunk, "choices": [choice]}))
-
-    def _encoder(self, stage_id: int, num_channels: int) -> AudioEncoder:
-        if stage_id not in self._encoders:
-            sample_rate = self._config.stages[stage_id].sample_rate or DEFAULT_SAMPLE_RATE
-            self._encoders[stage_id] = AudioEncoder(self._options.audio_format, sample_rate, num_channels=num_channels)
-        return self._encoders[stage_id]
-
-
-class UnsentQueue(asyncio.Queue[Item | None], Generic[Item]):
-    """What has not been sent; has room below `MAX_UNSENT_BYTES`. A slow client makes its request wait."""
-
-    def __init__(self, num_bytes_of: Callable[[Item], int]) -> None:
-        super().__init__()
-        self._num_bytes_of = num_bytes_of
-        self._num_bytes = 0
-        self._is_closed = False
-
-    def full(self) -> bool:
-        return self._num_bytes >= MAX_UNSENT_BYTES and not self._is_closed
-
-    def close(self) -> None:
-        """The reader gets None after the last item."""
-        self._is_closed = True
-        self.put_nowait(None)
-
-    def _put(self, item: Item | None) -> None:
-        self._num_bytes += 0 if item is None else self._num_bytes_of(item)
-        super()._put(item)
-
-    def _get(self) -> Item | None:
-        item = super()._get()
-        self._num_bytes -= 0 if item is None else self._num_bytes_of(item)
-        return item

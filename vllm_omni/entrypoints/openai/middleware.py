@@ -39,6 +39,7 @@ from vllm_omni.entrypoints.openai.json_body import (
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.entrypoints.root_path import RootPathMiddleware
 
 # Probes have no key, and the answers name no users or models. /metrics does, and Prometheus can send a key.
 OPEN_PATHS = ("/health", "/ping", "/readyz")
@@ -85,6 +86,8 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
     app.state.client_secrets = ClientSecrets()
+    if app.root_path:
+        app.add_middleware(RootPathMiddleware)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):

@@ -76,7 +76,7 @@ class RequestContext:
         reads_sound_in_video: Whether the model hears its videos; one without sound is silent to it.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
-        shows_text_end: Whether the chunk that ends a text has its finish reason, also if other outputs follow.
+        reads_deltas: Whether a chat is answered in `ChatDelta`s, not in lines.
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
@@ -95,7 +95,7 @@ class RequestContext:
     reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
     outputs: list[PrefetchedStream[Any]] = field(default_factory=list)
-    shows_text_end: bool = False
+    reads_deltas: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None

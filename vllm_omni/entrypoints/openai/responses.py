@@ -6,7 +6,7 @@ The text of an answer is all of it: OpenAI's API has no speech there.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, Self
@@ -31,8 +31,10 @@ from vllm_omni.entrypoints.openai.stage_params import explicit_fields
 
 MAX_STORED = 1000
 """Responses that are kept for each API key; the oldest leave first."""
-MAX_STORED_BYTES = 64 * MIB
-"""Of the messages of these, likewise."""
+MAX_STORED_BYTES, MAX_TOTAL_STORED_BYTES = 64 * MIB, 512 * MIB
+"""That the messages of these take, of one key and of all: a key whose own leave keeps its newest response at least."""
+_VALUE_BYTES = 100
+"""About what a value takes beside the text in it."""
 
 
 class OmniResponsesRequest(ResponsesRequest):
@@ -90,6 +92,8 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         names = explicit_fields(request)
         names |= {"max_tokens"} if request.max_output_tokens is not None else set()
         RequestContext.current().options = RequestOptions(explicit_fields=names)
+        if (previous := request.previous_response_id) is not None and previous not in self.msg_store:
+            self.response_store.pop(previous, None)  # Else the answer would be to its last message alone.
         if isinstance(request.input, list):
             calls = self._earlier_calls(request.previous_response_id)
             items: list[Any] = list(request.input)
@@ -109,6 +113,7 @@ class OwnedStore(MutableMapping[str, Any]):
 
     def __init__(self) -> None:
         self._entries: defaultdict[bytes, OrderedDict[str, tuple[Any, int]]] = defaultdict(OrderedDict)
+        self._num_bytes: Counter[bytes] = Counter()
 
     @property
     def _own(self) -> OrderedDict[str, tuple[Any, int]]:
@@ -118,14 +123,21 @@ class OwnedStore(MutableMapping[str, Any]):
         return self._own[key][0]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        own = self._own
-        own.pop(key, None)
+        owner, own = RequestContext.current().owner, self._own
+        if key in own:
+            del self[key]
         own[key] = (value, num_bytes(value))
-        while len(own) > MAX_STORED or (len(own) > 1 and sum(size for _, size in own.values()) > MAX_STORED_BYTES):
-            own.popitem(last=False)
+        self._num_bytes[owner] += own[key][1]
+        while len(own) > 1 and (
+            len(own) > MAX_STORED
+            or self._num_bytes[owner] > MAX_STORED_BYTES
+            or self._num_bytes.total() > MAX_TOTAL_STORED_BYTES
+        ):
+            del self[next(iter(own))]
 
     def __delitem__(self, key: str) -> None:
-        del self._own[key]
+        _, size = self._own.pop(key)
+        self._num_bytes[RequestContext.current().owner] -= size
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
@@ -135,16 +147,16 @@ class OwnedStore(MutableMapping[str, Any]):
 
 
 def num_bytes(value: Any) -> int:
-    """About how much memory the strings in a value take."""
+    """About how much memory a value takes."""
     if isinstance(value, str | bytes):
-        return len(value)
+        return _VALUE_BYTES + len(value)
     if isinstance(value, BaseModel):
         value = vars(value)
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
-        return 0
-    return sum(map(num_bytes, value))
+        return _VALUE_BYTES
+    return _VALUE_BYTES + sum(map(num_bytes, value))
 
 
 router = APIRouter()

@@ -112,6 +112,20 @@ def comment_line(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def read_line(line: Line) -> Data:
-    """The data of an event without a type."""
+def read_line(line: str) -> Data:
+    """The data of an event of vLLM's."""
     return msgspec.json.decode(line[len("data: ") :])
+
+
+def read_chunk(line: str) -> Data | None:
+    """The data of a line of vLLM's; None: it is the mark of the end.
+
+    Raises:
+        ErrorLine: The stream ended with an error.
+    """
+    if not line.startswith("data: {"):
+        return None
+    chunk = read_line(line)
+    if "error" in chunk:
+        raise ErrorLine(chunk)
+    return chunk

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's API.
 
-Of an omni model the text is that of a chat of one message: the sound, and the request to transcribe it, in the words
-that its stage's configuration states. A pipeline with an ASR stage runs that alone. A model that vLLM transcribes with,
-such as Whisper, has vLLM's handler, see `vllm_transcriptions.py`.
+One handler, with one of three sources of the text. Of an omni model it is that of a chat of one message: the sound, and
+the request to transcribe it, in the words that its stage's configuration states. A pipeline with an ASR stage runs that
+alone. A model that vLLM transcribes with, such as Whisper, has vLLM's handlers, see `vllm_transcriptions.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from vllm.tracing import extract_trace_headers
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta, read_deltas
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
@@ -39,6 +38,7 @@ from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, to_b
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Data, Line, sse_line, sse_response
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
     Task,
@@ -53,8 +53,59 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class TranscriptionHandler:
-    """What answers both endpoints.
+@dataclass(kw_only=True)
+class Transcript:
+    """The text so far, and what is known with its last delta.
+
+    Attributes:
+        finish_reason: An ASR stage gives none.
+        seconds: The length of the sound, for `verbose_json`.
+        deltas: Of the text that is still to come.
+    """
+
+    text: str = ""
+    usage: UsageTokens | UsageDuration
+    finish_reason: str | None = None
+    seconds: float = 0.0
+    deltas: AsyncGenerator[ChatDelta, None] | None = None
+
+    async def read(self) -> AsyncGenerator[str, None]:
+        """The texts of the deltas."""
+        assert self.deltas is not None
+        async with aclosing(self.deltas) as deltas:
+            async for delta in deltas:
+                if delta.usage:
+                    self.usage = token_usage(UsageInfo(**delta.usage))
+                self.finish_reason = delta.finish_reason or self.finish_reason
+                if delta.text:
+                    self.text += delta.text
+                    yield delta.text
+
+    async def as_events(self) -> AsyncGenerator[Line, None]:
+        """OpenAI's events."""
+        async with aclosing(self.read()) as texts:
+            async for text in texts:
+                yield sse_line({"type": "transcript.text.delta", "delta": text})
+        usage = self.usage.model_dump(exclude_none=True)
+        done: Data = {"type": "transcript.text.done", "text": self.text, "usage": usage}
+        yield sse_line(done if self.finish_reason is None else done | {"finish_reason": self.finish_reason})
+
+    def as_answer(self, request: Any, task: Task) -> Response:
+        """The whole, in the format of the request. It has no segments, because the model does not know their times."""
+        headers = {} if self.finish_reason is None else {FINISH_REASON_HEADER: self.finish_reason}
+        if request.response_format == "text":
+            return PlainTextResponse(self.text, headers=headers)
+        if request.response_format == "json":
+            whole = Transcription(text=self.text, usage=self.usage)
+            return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
+        language = "" if request.language is None else LANGUAGES[request.language]
+        usage = VerboseUsage(type="duration", seconds=self.seconds)
+        verbose = TranscriptionVerbose(text=self.text, duration=self.seconds, language=language, usage=usage)
+        return JSONResponse({"task": task, **verbose.model_dump(exclude_none=True)}, headers=headers)
+
+
+class TranscriptionSource:
+    """What writes the text of a sound.
 
     Attributes:
         request_class: The requests that it takes.
@@ -64,37 +115,36 @@ class TranscriptionHandler:
 
     def __init__(self, client: OmniEngineClient, args: Namespace) -> None:
         self._media = MediaFetcher(client, args)
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
-    async def create(self, request: Any, task: Task, raw_request: Request) -> Response:
-        """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
+    async def transcribe(self, request: Any, task: Task, raw_request: Request) -> Transcript | ErrorResponse:
+        """The whole; of a request for a stream its deltas, as soon as there is a first one.
+
+        Raises:
+            VLLMClientError: The request is wrong.
+            OmniError: It failed.
+        """
         raise NotImplementedError
 
 
-@dataclass(kw_only=True)
-class Transcript:
-    """The text so far, and what is known with its last delta. An ASR stage gives no finish reason."""
+class ServingTranscriptions:
+    """The handler of both endpoints.
 
-    text: str = ""
-    usage: UsageTokens | UsageDuration
-    finish_reason: str | None = None
+    Attributes:
+        source: Writes the text.
+    """
 
-    def as_answer(self, request: TranscriptionRequest, task: Task, seconds: float) -> Response:
-        """The whole, in the format of the request. It has no segments, because the model does not know their times.
+    def __init__(self, source: TranscriptionSource, args: Namespace) -> None:
+        self.source = source
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
 
-        Args:
-            seconds: The length of the sound, for `verbose_json`.
-        """
-        headers = {} if self.finish_reason is None else {FINISH_REASON_HEADER: self.finish_reason}
-        if request.response_format == "text":
-            return PlainTextResponse(self.text, headers=headers)
-        if request.response_format == "json":
-            whole = Transcription(text=self.text, usage=self.usage)
-            return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
-        language = "" if request.language is None else LANGUAGES[request.language]
-        usage = VerboseUsage(type="duration", seconds=seconds)
-        verbose = TranscriptionVerbose(text=self.text, duration=seconds, language=language, usage=usage)
-        return JSONResponse({"task": task, **verbose.model_dump(exclude_none=True)}, headers=headers)
+    async def create(self, request: SoundRequest, task: Task, raw_request: Request) -> Response:
+        """Raises as `TranscriptionSource.transcribe`."""
+        transcript = await self.source.transcribe(request, task, raw_request)
+        if isinstance(transcript, ErrorResponse):
+            return JSONResponse(transcript.model_dump(), transcript.error.code)
+        if request.stream:
+            return sse_response(transcript.as_events(), self._keep_alive_s)
+        return transcript.as_answer(request, task)
 
 
 def token_usage(usage: UsageInfo) -> UsageTokens:
@@ -104,35 +154,6 @@ def token_usage(usage: UsageInfo) -> UsageTokens:
         output_tokens=usage.completion_tokens or 0,
         total_tokens=usage.total_tokens,
     )
-
-
-def lines_as_events(lines: AsyncGenerator[Line, None], context: RequestContext, keep_alive_s: float) -> Response:
-    """The answer with the events of vLLM's lines of a chat or a transcription."""
-    transcript = Transcript(usage=token_usage(UsageInfo()))
-    deltas = read_texts(read_deltas(lines, context), transcript)
-    return sse_response(as_events(deltas, transcript), keep_alive_s)
-
-
-async def as_events(deltas: AsyncGenerator[str, None], transcript: Transcript) -> AsyncGenerator[Line, None]:
-    """OpenAI's events. The transcript gets the text; the rest of it is known when the deltas have ended."""
-    async with aclosing(deltas):
-        async for delta in deltas:
-            transcript.text += delta
-            yield sse_line({"type": "transcript.text.delta", "delta": delta})
-    usage = transcript.usage.model_dump(exclude_none=True)
-    done: Data = {"type": "transcript.text.done", "text": transcript.text, "usage": usage}
-    yield sse_line(done if transcript.finish_reason is None else done | {"finish_reason": transcript.finish_reason})
-
-
-async def read_texts(answer: AsyncGenerator[ChatDelta, None], transcript: Transcript) -> AsyncGenerator[str, None]:
-    """The texts of an answer; the transcript gets its usage and finish reason."""
-    async with aclosing(answer):
-        async for delta in answer:
-            if delta.usage:
-                transcript.usage = token_usage(UsageInfo(**delta.usage))
-            transcript.finish_reason = delta.finish_reason or transcript.finish_reason
-            if delta.text:
-                yield delta.text
 
 
 def can_transcribe(client: OmniEngineClient) -> bool:
@@ -151,18 +172,21 @@ def accepts_audio(client: OmniEngineClient) -> bool:
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
-class ServingTranscriptions(TranscriptionHandler):
-    """The handler for a model that is asked in a chat."""
+class ChatSource(TranscriptionSource):
+    """A model that is asked in a chat."""
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
         super().__init__(chat.client, args)
         self._chat = chat
 
-    async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
-        duration = await self._measure(request) if request.response_format == "verbose_json" else 0.0
+    async def transcribe(
+        self, request: TranscriptionRequest, task: Task, raw_request: Request
+    ) -> Transcript | ErrorResponse:
+        seconds = await self._measure(request) if request.response_format == "verbose_json" else 0.0
         chat = request.as_chat(stage_prompt(self._chat.client, task))
+        create = self._chat.create_deltas if request.stream else self._chat.create_chat_completion
         try:
-            answer = await self._chat.create_chat_completion(chat, raw_request)
+            answer: Any = await create(chat, raw_request)
             if isinstance(answer, AsyncGenerator):
                 await RequestContext.of(raw_request).started()
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
@@ -170,13 +194,12 @@ class ServingTranscriptions(TranscriptionHandler):
                 error.parameter = "file"
             raise
         if isinstance(answer, ErrorResponse):
-            return JSONResponse(answer.model_dump(), answer.error.code)
+            return answer
         if isinstance(answer, ChatCompletionResponse):
             choice = answer.choices[0]
             text, reason = choice.message.content or "", choice.finish_reason or "stop"
-            transcript = Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason)
-            return transcript.as_answer(request, task, duration)
-        return lines_as_events(answer, RequestContext.of(raw_request), self._keep_alive_s)
+            return Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason, seconds=seconds)
+        return Transcript(usage=token_usage(UsageInfo()), deltas=answer)
 
     async def _measure(self, request: TranscriptionRequest) -> float:
         """Seconds of the sound, which the request then has as data: an address is fetched once."""
@@ -185,16 +208,15 @@ class ServingTranscriptions(TranscriptionHandler):
         return len(samples) / sample_rate
 
 
-class StageTranscriptions(TranscriptionHandler):
-    """The handler for a pipeline with an ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has
-    parameters of these names."""
+class StageSource(TranscriptionSource):
+    """An ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has parameters of these names."""
 
     def __init__(self, state: State, client: OmniEngineClient, stage: ASRStage, args: Namespace) -> None:
         super().__init__(client, args)
         self._stage = stage
         self._model_names = served_names(state)
 
-    async def create(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Response:
+    async def transcribe(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Transcript:
         check_model(request.model, self._model_names)
         if task == "translate" and "task" not in self._stage.parameters:
             raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
@@ -204,12 +226,11 @@ class StageTranscriptions(TranscriptionHandler):
         request_id = new_id("transcription", raw_request)
         settings = self._settings(request, task)
         deltas = await started(self._stage.transcribe(sound, settings, request_id, trace_headers=headers))
-        transcript = Transcript(usage=UsageDuration(type="duration", seconds=seconds))
-        if request.stream:
-            return sse_response(as_events(deltas, transcript), self._keep_alive_s)
-        async with aclosing(deltas):
-            transcript.text = "".join([delta async for delta in deltas]).strip()
-        return transcript.as_answer(request, task, seconds)
+        usage = UsageDuration(type="duration", seconds=seconds)
+        transcript = Transcript(usage=usage, seconds=seconds, deltas=deltas)
+        if not request.stream:
+            transcript.text = "".join([text async for text in transcript.read()]).strip()
+        return transcript
 
     def _settings(self, request: TranscriptionRequest, task: Task) -> dict[str, Any]:
         given: dict[str, Any] = {"language": request.language, "prompt": request.prompt, "task": task}
@@ -235,7 +256,7 @@ def as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
     return file.getvalue()
 
 
-def _handler(raw_request: Request) -> TranscriptionHandler:
+def _handler(raw_request: Request) -> ServingTranscriptions:
     handler = raw_request.app.state.omni_transcriptions
     if handler is None:
         raise VLLMValidationError("this model does not transcribe speech", parameter="model")
@@ -243,7 +264,7 @@ def _handler(raw_request: Request) -> TranscriptionHandler:
 
 
 async def _sound_request(raw_request: Request) -> SoundRequest:
-    request = await _handler(raw_request).request_class.read(raw_request)
+    request = await _handler(raw_request).source.request_class.read(raw_request)
     state = raw_request.app.state
     is_alias = request.model in model_aliases(state.args, "transcription")
     if is_alias and request.model not in state.openai_serving_models.lora_requests:

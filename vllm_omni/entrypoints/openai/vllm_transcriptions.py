@@ -11,6 +11,8 @@ import asyncio
 import io
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -26,13 +28,15 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.sse import read_chunk
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, text_fields
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import TranscriptionHandler, as_wav, lines_as_events
-from vllm_omni.vllm_protocol import ErrorResponse
+from vllm_omni.entrypoints.openai.transcriptions import Transcript, TranscriptionSource, as_wav, token_usage
+from vllm_omni.vllm_protocol import ErrorResponse, UsageInfo
 
 
-class VllmTranscriptions(TranscriptionHandler):
-    """The handler of both endpoints, on those that vLLM has made of the application's state."""
+class VllmSource(TranscriptionSource):
+    """The handlers that vLLM has made of the application's state."""
 
     request_class = TimedTranscriptionRequest
 
@@ -49,7 +53,9 @@ class VllmTranscriptions(TranscriptionHandler):
         }
         self._knows_times = transcription.model_cls.supports_segment_timestamp
 
-    async def create(self, request: TimedTranscriptionRequest, task: Task, raw_request: Request) -> Response:
+    async def transcribe(
+        self, request: TimedTranscriptionRequest, task: Task, raw_request: Request
+    ) -> Transcript | ErrorResponse:
         if request.has_times and not self._knows_times:
             raise VLLMValidationError(
                 f"response_format {request.response_format} is not supported: this model says what is spoken, not "
@@ -61,11 +67,22 @@ class VllmTranscriptions(TranscriptionHandler):
         vllm_request = _as_vllm(request, task)
         answer = await self._run[task](sound, vllm_request, raw_request)
         if isinstance(answer, ErrorResponse):
-            return JSONResponse(answer.model_dump(), answer.error.code)
+            return answer
         if isinstance(answer, AsyncGenerator):
             context = RequestContext.of(raw_request)
             await context.started()
-            return lines_as_events(answer, context, self._keep_alive_s)
+            return Transcript(usage=token_usage(UsageInfo()), deltas=_read_deltas(answer, context))
+        return _VllmTranscript(usage=token_usage(UsageInfo()), answer=answer)
+
+
+@dataclass(kw_only=True)
+class _VllmTranscript(Transcript):
+    """vLLM's whole answer, which may have the times of segments."""
+
+    answer: Any
+
+    def as_answer(self, request: TimedTranscriptionRequest, task: Task) -> Response:
+        answer = self.answer
         fields = answer.model_dump(exclude_none=True)
         if not request.has_times:
             return PlainTextResponse(answer.text) if request.response_format == "text" else JSONResponse(fields)
@@ -76,6 +93,17 @@ class VllmTranscriptions(TranscriptionHandler):
             return PlainTextResponse(_SUBTITLES[request.response_format](segments))
         language = LANGUAGES.get(answer.language, answer.language)  # OpenAI's answers have its name.
         return JSONResponse({"task": task, **fields, "language": language, "segments": segments})
+
+
+async def _read_deltas(lines: AsyncGenerator[str, None], context: RequestContext) -> AsyncGenerator[ChatDelta, None]:
+    """The deltas of vLLM's lines. Raises `ErrorLine` if the stream ended with an error."""
+    try:
+        async with aclosing(lines):
+            async for line in lines:
+                if (chunk := read_chunk(line)) is not None:
+                    yield ChatDelta(**text_fields(chunk))
+    finally:
+        await context.abort()  # vLLM does not close the outputs that it reads.
 
 
 def _as_vllm(request: TimedTranscriptionRequest, task: Task) -> VllmTranscriptionRequest | VllmTranslationRequest:

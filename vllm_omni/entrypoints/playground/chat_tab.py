@@ -3,7 +3,7 @@
 
 import base64
 import operator
-import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from gradio.utils import get_upload_folder
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server, data_uri, kind_of
 from vllm_omni.entrypoints.playground.examples import questions
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.live_sound import FORMAT, LiveSound, LiveSounds, make_player, player
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
 from vllm_omni.entrypoints.playground.stop_button import DISABLED, SILENT, connect_stop, enable_at
@@ -30,13 +31,11 @@ class ChatState:
         messages: As they are sent.
         shown: As Gradio's chat shows them.
         answer: The last one.
-        last_id: Of the last answer; empty before it.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)
     answer: "ChatAnswer | None" = None
-    last_id: str = ""
 
     @property
     def is_answering(self) -> bool:
@@ -68,7 +67,6 @@ class ChatAnswer:
         cache: The folder of Gradio's files.
         sound: Its speech, from the first of it, until it is shown in the chat.
         is_complete: Whether all has arrived, or nothing more will.
-        started: When it was requested, in `time.monotonic()` seconds.
     """
 
     conversation: ChatState
@@ -76,7 +74,6 @@ class ChatAnswer:
     cache: str
     sound: LiveSound | None = None
     is_complete: bool = False
-    started: float = field(default_factory=time.monotonic)
     _text: dict[str, Any] | None = None
     _transcript: str = ""
 
@@ -138,15 +135,10 @@ class ChatAnswer:
 
 
 class ChatTab:
-    """
-    Attributes:
-        conversation: The state that has the visitor's `ChatState`.
-    """
-
-    def __init__(self, server: Server, description: Description, sounds: LiveSounds) -> None:
-        """Adds the components to the page."""
+    def __init__(self, server: Server, description: Description, sounds: LiveSounds, last: gr.State) -> None:
+        """Adds the components to the page. `last` has the visitor's `LastRequest`."""
         self._server, self._description, self._sounds = server, description, sounds
-        self.conversation = gr.State(ChatState())
+        conversation = gr.State(ChatState())
         self._chat = gr.Chatbot(
             label="Chat",
             height="55vh",
@@ -163,7 +155,7 @@ class ChatTab:
             settings = self._make_settings()
         request: dict[str, Any] = {
             "fn": self._respond,
-            "inputs": [self._box, self.conversation, *settings],
+            "inputs": [self._box, conversation, last, *settings],
             "outputs": [self._chat, self._player, self._box],
             **SILENT,  # Its progress is its answer.
         }
@@ -174,15 +166,15 @@ class ChatTab:
         running = [sending, example.success(**request)]
         heard = [self._chat, self._player]
         is_running = operator.attrgetter("is_answering")
-        connect_stop(stop, running, _stop, heard, [self.conversation], is_running)
+        connect_stop(stop, running, _stop, heard, [conversation], is_running)
         for one in running:  # What a browser has not yet shown of a stopped answer would replace the mark.
-            one.then(operator.attrgetter("shown"), self.conversation, self._chat, **SILENT)
-        self._player.stop(_show_heard, self.conversation, heard, **SILENT)
+            one.then(operator.attrgetter("shown"), conversation, self._chat, **SILENT)
+        self._player.stop(_show_heard, conversation, heard, **SILENT)
         gr.on(
             [clear.click, self._chat.clear],
             lambda: (ChatState(), [], "", DISABLED),
             None,
-            [self.conversation, *heard, stop],
+            [conversation, *heard, stop],
             cancels=running,
             api_visibility="private",
         )
@@ -200,7 +192,7 @@ class ChatTab:
         )
 
     def _make_settings(self) -> list[Any]:
-        """The components whose values `_respond` takes, after the message and the conversation."""
+        """The components whose values `_respond` takes, after the message and the states."""
         known = self._description
         outputs = gr.CheckboxGroup(known.outputs, value=known.outputs, label="Answer with", elem_id="chat-outputs")
         voices = known.voices or ["default"]
@@ -218,6 +210,7 @@ class ChatTab:
         self,
         message: dict[str, Any],
         conversation: ChatState,
+        last: LastRequest,
         outputs: list[str],
         voice: str,
         system: str,
@@ -241,17 +234,19 @@ class ChatTab:
         request = self._request(conversation, outputs, voice, system, use_audio_in_video, changed)
         yield conversation.shown, "", {"text": "", "files": []}
         shown_sound: LiveSound | None = None
+        name = uuid.uuid4().hex
+        request["extra_headers"] = {"X-Request-Id": name}
         try:
-            async with await self._server.openai.chat.completions.create(**request) as stream:
-                async for chunk in stream:
-                    if answer.is_complete:
-                        break
-                    conversation.last_id = chunk.id
-                    for choice in chunk.choices:
-                        answer.add(choice.delta)
-                    is_new = answer.sound is not shown_sound
-                    shown_sound = answer.sound
-                    yield conversation.shown, player(shown_sound) if is_new else gr.skip(), gr.skip()
+            with last.running(f"chatcmpl-{name}"):
+                async with await self._server.openai.chat.completions.create(**request) as stream:
+                    async for chunk in stream:
+                        if answer.is_complete:
+                            break
+                        for choice in chunk.choices:
+                            answer.add(choice.delta)
+                        is_new = answer.sound is not shown_sound
+                        shown_sound = answer.sound
+                        yield conversation.shown, player(shown_sound) if is_new else gr.skip(), gr.skip()
             if not answer.is_complete:  # Else the next message has ended it.
                 answer.finish()
                 yield conversation.shown, gr.skip(), gr.skip()

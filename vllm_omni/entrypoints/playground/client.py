@@ -65,9 +65,10 @@ class Server:
     def __init__(self, url: str, api_key: str | None = None, verify: bool = True) -> None:
         """
         Args:
+            url: Its address; `http://` may be left out.
             verify: Whether the certificate of an HTTPS server is checked.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._verify = verify
         self.openai = openai.AsyncOpenAI(

@@ -1,34 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni playground URL`: the page beside a server, in a process of its own."""
 
+from __future__ import annotations
+
 import argparse
 import os
+from typing import TYPE_CHECKING
 
-import uvicorn
-from fastapi import FastAPI
+from vllm_omni.entrypoints.root_path import RootPathMiddleware, as_root_path
+from vllm_omni.errors import UsageError
+from vllm_omni.extras import install_command
+from vllm_omni.metrics.status_line import waiting
 
-from vllm_omni.entrypoints.playground.client import Server
-from vllm_omni.entrypoints.playground.page import add_page, read_auth
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm_omni.entrypoints.playground.client import Description, Server
 
 
 def run_playground(arguments: list[str]) -> None:
     """Serves the page until a signal ends it.
 
     Raises:
-        UsageError: The command line is wrong, or no server answers at the address.
+        UsageError: The command line is wrong, Gradio is not installed, or no server answers at the address.
     """
     args = _make_parser().parse_args(arguments)
+    try:
+        with waiting("importing Gradio"):
+            import gradio  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the playground needs Gradio: {install_command('ui')}") from error
+    import uvicorn
+
+    from vllm_omni.entrypoints.playground.client import Server
+    from vllm_omni.entrypoints.playground.page import read_auth
+
     server = Server(args.url, args.api_key or os.environ.get("VLLM_API_KEY"), verify=not args.insecure)
-    app = add_page(FastAPI(), server, server.describe(), auth=read_auth(args.auth))
+    app = make_app(server, server.describe(), read_auth(args.auth), as_root_path(args.root_path))
     print(f"The playground of {server.url} is at http://{args.host}:{args.port}", flush=True)
     uvicorn.run(
         app,
         host=args.host,
         port=args.port,
-        root_path=args.root_path,
         log_level="warning",
         timeout_graceful_shutdown=1,  # A page that is open holds a connection, which must not hold the process.
     )
+
+
+def make_app(server: Server, description: Description, auth: tuple[str, str] | None, root_path: str) -> FastAPI:
+    """The application that has the page alone; for the arguments see `add_page`."""
+    from fastapi import FastAPI
+
+    from vllm_omni.entrypoints.playground.page import add_page
+
+    app = FastAPI(root_path=root_path)
+    app.add_middleware(RootPathMiddleware)
+    return add_page(app, server, description, auth=auth, root_path=root_path)
 
 
 def _make_parser() -> argparse.ArgumentParser:

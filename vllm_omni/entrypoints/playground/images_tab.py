@@ -3,6 +3,7 @@
 
 import base64
 import io
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
 from vllm_omni.entrypoints.playground.examples import IMAGES
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
 from vllm_omni.entrypoints.playground.stop_button import connect_stop, enable_at
 
@@ -20,8 +22,8 @@ _NUM_PREVIEWS = 3
 
 
 class ImagesTab:
-    def __init__(self, server: Server, description: Description) -> None:
-        """Adds the components to the page."""
+    def __init__(self, server: Server, description: Description, last: gr.State) -> None:
+        """Adds the components to the page. `last` has the visitor's `LastRequest`."""
         self._server, self._description = server, description
         stage = description.stage_for("image")
         assert stage is not None, "a pipeline that makes images has a stage for it"
@@ -53,30 +55,31 @@ class ImagesTab:
                     elem_id="images-gallery",
                     buttons=["download"],
                 )
-        inputs = [prompt, files, negative, number, *self._sampling.components]
+        inputs = [last, prompt, files, negative, number, *self._sampling.components]
         enable_at(stop, [generate.click])
         generating = generate.click(self._generate, inputs, [gallery, state], api_visibility="private")
         connect_stop(stop, [generating], lambda: "Stopped.", [state])
 
     async def _generate(
-        self, prompt: str, files: list[str] | None, negative: str, number: float, *sampling: str
+        self, last: LastRequest, prompt: str, files: list[str] | None, negative: str, number: float, *sampling: str
     ) -> AsyncIterator[tuple[Any, str]]:
         settings = self._sampling.as_fields(sampling, negative)
         yield [], "Waiting ..."
         images: dict[int, Image.Image] = {}
-        num_complete = 0
+        num_complete, name = 0, uuid.uuid4().hex
         try:
             given = [Path(path) for path in files or []]
-            async with await self._request(prompt, given, int(number), settings) as events:
-                async for event in events:
-                    num_complete += event.type.endswith(".completed")
-                    images[event.index] = _read(event.b64_json)
-                    state = f"{num_complete} of {int(number)} complete" if num_complete else "A preview"
-                    yield [images[index] for index in sorted(images)], state
+            with last.running(f"image-{name}"):
+                async with await self._request(prompt, given, int(number), settings, name) as events:
+                    async for event in events:
+                        num_complete += event.type.endswith(".completed")
+                        images[event.index] = _read(event.b64_json)
+                        state = f"{num_complete} of {int(number)} complete" if num_complete else "A preview"
+                        yield [images[index] for index in sorted(images)], state
         except FAILURES as error:
             yield gr.skip(), f"⚠️ {self._server.explain(error)}"
 
-    async def _request(self, prompt: str, files: list[Path], number: int, settings: dict[str, Any]) -> Any:
+    async def _request(self, prompt: str, files: list[Path], number: int, settings: dict[str, Any], name: str) -> Any:
         common: dict[str, Any] = {
             "model": self._description.model,
             "prompt": prompt,
@@ -84,6 +87,7 @@ class ImagesTab:
             "stream": True,
             "partial_images": _NUM_PREVIEWS,
             "extra_body": settings,
+            "extra_headers": {"X-Request-Id": name},
         }
         if files:
             return await self._server.openai.images.edit(image=files, **common)

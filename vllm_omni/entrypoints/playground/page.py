@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from vllm_omni.entrypoints.playground.chat_tab import ChatTab
 from vllm_omni.entrypoints.playground.client import Description, Server
 from vllm_omni.entrypoints.playground.images_tab import ImagesTab
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.live_sound import LiveSounds
 from vllm_omni.entrypoints.playground.realtime_relay import RealtimeRelay
 from vllm_omni.entrypoints.playground.realtime_tab import RealtimeTab, is_possible, script
@@ -43,13 +44,19 @@ _STAGES = "Stages"
 
 
 def add_page(
-    app: FastAPI, server: Server, description: Description, path: str = "/", auth: tuple[str, str] | None = None
+    app: FastAPI,
+    server: Server,
+    description: Description,
+    path: str = "/",
+    auth: tuple[str, str] | None = None,
+    root_path: str = "",
 ) -> FastAPI:
     """Adds the page to an application.
 
     Args:
         path: Where it is; ends with a slash.
         auth: The name and the password that it asks visitors for.
+        root_path: The path of the application, behind a proxy.
     """
     sounds, relay = LiveSounds(), RealtimeRelay(server)
     sounds.add_route(app, path)
@@ -58,6 +65,7 @@ def add_page(
         app,
         make_page(server, description, sounds, relay),
         path.rstrip("/") or "/",
+        root_path=f"{root_path}{path}".rstrip("/"),  # Else Gradio forgets it behind a proxy that names its host.
         auth=auth,
         css=_CSS,
         head=_favicon() + (script() if is_possible(description) else ""),
@@ -87,25 +95,25 @@ def make_page(server: Server, description: Description, sounds: LiveSounds, rela
     kept = (_FILES_KEPT_S, _FILES_KEPT_S)
     with gr.Blocks(title=f"{description.model} playground", analytics_enabled=False, delete_cache=kept) as page:
         gr.HTML(heading(description), css_template=_HEADING_CSS, elem_id="heading")
-        conversation = None
+        last = gr.State(LastRequest())
         with gr.Tabs() as tabs:
             if description.has("/v1/chat/completions") and "text" in description.outputs:
                 with gr.Tab("Chat"):
-                    conversation = ChatTab(server, description, sounds).conversation
+                    ChatTab(server, description, sounds, last)
             if is_possible(description):
                 with gr.Tab("Realtime"):
                     RealtimeTab(server, description, relay)
             if description.has("/v1/images/generations"):
                 with gr.Tab("Images"):
-                    ImagesTab(server, description)
+                    ImagesTab(server, description, last)
             if description.has("/v1/videos"):
                 with gr.Tab("Videos"):
-                    VideosTab(server, description)
+                    VideosTab(server, description, last)
             if description.has("/v1/audio/speech"):
                 with gr.Tab("Speech"):
-                    SpeechTab(server, description, sounds)
+                    SpeechTab(server, description, sounds, last)
             with gr.Tab(_STAGES):
-                timer = StagesTab(server, conversation).timer
+                timer = StagesTab(server, last).timer
         # The stages are read only while they are seen.
         tabs.select(_set_timer, None, timer, show_progress="hidden", api_visibility="private", queue=False)
     return page.queue(default_concurrency_limit=_MAX_RUNNING)

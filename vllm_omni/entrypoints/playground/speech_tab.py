@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tab that reads a text aloud: `/v1/audio/speech`."""
 
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from gradio.processing_utils import save_bytes_to_cache
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server, data_uri
 from vllm_omni.entrypoints.playground.examples import SPEECH
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.live_sound import (
     FORMAT,
     MEDIA_TYPES,
@@ -24,8 +26,8 @@ _TEXT_FIELDS = {"instructions": "Instructions", "language": "Language", "ref_tex
 
 
 class SpeechTab:
-    def __init__(self, server: Server, description: Description, sounds: LiveSounds) -> None:
-        """Adds the components to the page."""
+    def __init__(self, server: Server, description: Description, sounds: LiveSounds, last: gr.State) -> None:
+        """Adds the components to the page. `last` has the visitor's `LastRequest`."""
         self._server, self._description, self._sounds = server, description, sounds
         text = gr.Textbox(label="Text", lines=4, elem_id="speech-text")
         gr.Examples([[example] for example in SPEECH], text, api_visibility="private")
@@ -50,7 +52,7 @@ class SpeechTab:
         live = make_player("speech-player")
         self._file = gr.Audio(label="Speech", interactive=False, visible=False, elem_id="speech-file")
         state = gr.State()
-        inputs = [text, voice, file_format, speed, reference, *fields]
+        inputs = [last, text, voice, file_format, speed, reference, *fields]
         heard = [live, self._file]
         enable_at(stop, [speak.click])
         speaking = speak.click(self._speak, inputs, [*heard, state], show_progress="minimal", api_visibility="private")
@@ -65,7 +67,14 @@ class SpeechTab:
         return "", gr.Audio(file, visible=True)
 
     async def _speak(
-        self, text: str, voice: str, file_format: Any, speed: float, reference: str | None, *fields: str
+        self,
+        last: LastRequest,
+        text: str,
+        voice: str,
+        file_format: Any,
+        speed: float,
+        reference: str | None,
+        *fields: str,
     ) -> AsyncIterator[tuple[Any, ...]]:
         own: dict[str, Any] = {name: value for name, value in zip(self._names, fields, strict=True) if value}
         own["stream"] = file_format != "wav"  # A WAV file begins with its length.
@@ -73,18 +82,21 @@ class SpeechTab:
             own["ref_audio"] = data_uri(reference)
         sound = self._sounds.start(file_format)
         yield "", gr.Audio(visible=False), sound
+        name = uuid.uuid4().hex
         try:
-            async with self._server.openai.audio.speech.with_streaming_response.create(
-                model=self._description.model,
-                input=text,
-                voice=voice,
-                response_format=file_format,
-                speed=speed,
-                extra_body=own,
-            ) as answer:
-                yield player(sound), gr.skip(), gr.skip()
-                async for piece in answer.iter_bytes():
-                    sound.add(piece)
+            with last.running(f"speech-{name}"):
+                async with self._server.openai.audio.speech.with_streaming_response.create(
+                    model=self._description.model,
+                    input=text,
+                    voice=voice,
+                    response_format=file_format,
+                    speed=speed,
+                    extra_body=own,
+                    extra_headers={"X-Request-Id": name},
+                ) as answer:
+                    yield player(sound), gr.skip(), gr.skip()
+                    async for piece in answer.iter_bytes():
+                        sound.add(piece)
         except FAILURES as error:
             raise gr.Error(self._server.explain(error), print_exception=False) from error
         finally:

@@ -12,8 +12,8 @@ import gradio as gr
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni.entrypoints.playground.chat_tab import ChatState
 from vllm_omni.entrypoints.playground.client import FAILURES, Server
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.stop_button import SILENT
 
 _EVERY_S = 0.5
@@ -73,22 +73,17 @@ class StagesTab:
         timer: Reads the server while it is active.
     """
 
-    def __init__(self, server: Server, conversation: gr.State | None) -> None:
-        """Adds the components to the page.
-
-        Args:
-            conversation: That of the chat, if the page has one.
-        """
+    def __init__(self, server: Server, last: gr.State) -> None:
+        """Adds the components to the page. `last` has the visitor's `LastRequest`."""
         self._server = server
         history: gr.State = gr.State([])
         self.timer = gr.Timer(_EVERY_S, active=False)
         cards = gr.HTML(css_template=_CARDS_CSS, elem_id="stages-cards")
         note = gr.Markdown(elem_id="stages-note")
         read = self.timer.tick(self._read, history, [cards, note, history], **SILENT)
-        if conversation is not None:
-            gr.Markdown("### Your last request in Chat")
-            timeline = gr.HTML(css_template=_TIMELINE_CSS, elem_id="stages-timeline")
-            read.then(self._last, [conversation, history], timeline, **SILENT)
+        gr.Markdown("### Your last request")
+        timeline = gr.HTML(css_template=_TIMELINE_CSS, elem_id="stages-timeline")
+        read.then(self._last, [last, history], timeline, **SILENT)
 
     async def _read(self, history: list[Snapshot]) -> tuple[Any, str, list[Snapshot]]:
         try:
@@ -103,13 +98,13 @@ class StagesTab:
         note = "" if now.stages else "The server has no metrics (`--disable-log-stats`)."
         return cards_of(states, history), note, history
 
-    async def _last(self, conversation: ChatState, history: list[Snapshot]) -> str:
-        if conversation.is_answering and conversation.answer is not None:
-            return timeline_of(times_so_far(history, conversation.answer.started))
-        if not conversation.last_id:
-            return "Ask something in Chat: its way through the stages is shown here."
+    async def _last(self, last: LastRequest, history: list[Snapshot]) -> str:
+        if last.is_running:
+            return timeline_of(times_so_far(history, last.started))
+        if not last.id:
+            return "Ask for something in another tab: its way through the stages is shown here."
         try:
-            answer = await self._server.get(f"/v1/pipeline/requests/{conversation.last_id}")
+            answer = await self._server.get(f"/v1/pipeline/requests/{last.id}")
         except httpx2.HTTPError:
             return gr.skip()
         if answer.status_code != httpx2.codes.OK:

@@ -12,6 +12,7 @@ from gradio.processing_utils import save_bytes_to_cache
 
 from vllm_omni.entrypoints.playground.client import FAILURES, Description, Server
 from vllm_omni.entrypoints.playground.examples import VIDEOS
+from vllm_omni.entrypoints.playground.last_request import LastRequest
 from vllm_omni.entrypoints.playground.sampling import SamplingFields
 from vllm_omni.entrypoints.playground.stop_button import connect_stop, enable_at
 
@@ -19,8 +20,8 @@ _POLL_S = 0.5
 
 
 class VideosTab:
-    def __init__(self, server: Server, description: Description) -> None:
-        """Adds the components to the page."""
+    def __init__(self, server: Server, description: Description, last: gr.State) -> None:
+        """Adds the components to the page. `last` has the visitor's `LastRequest`."""
         self._server, self._description = server, description
         stage = description.stage_for("video")
         assert stage is not None, "a pipeline that makes videos has a stage for it"
@@ -40,13 +41,13 @@ class VideosTab:
             with gr.Column():
                 state = gr.Markdown(elem_id="videos-state")
                 self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
-        inputs = [prompt, image, negative, *self._sampling.components]
+        inputs = [last, prompt, image, negative, *self._sampling.components]
         enable_at(stop, [generate.click])
         generating = generate.click(self._generate, inputs, [self._video, state], api_visibility="private")
         connect_stop(stop, [generating], lambda: "Stopped.", [state])
 
     async def _generate(
-        self, prompt: str, image: str | None, negative: str, *sampling: str
+        self, last: LastRequest, prompt: str, image: str | None, negative: str, *sampling: str
     ) -> AsyncIterator[tuple[Any, str]]:
         settings = self._sampling.as_fields(sampling, negative)
         yield None, "Waiting ..."
@@ -55,10 +56,11 @@ class VideosTab:
         video = None
         try:
             video = await videos.create(model=self._description.model, prompt=prompt, extra_body=settings, **reference)
-            while video.status in ("queued", "in_progress"):
-                yield gr.skip(), f"{video.status.replace('_', ' ')}: {video.progress} %"
-                await asyncio.sleep(_POLL_S)  # A job has no events.
-                video = await videos.retrieve(video.id)
+            with last.running(video.id):
+                while video.status in ("queued", "in_progress"):
+                    yield gr.skip(), f"{video.status.replace('_', ' ')}: {video.progress} %"
+                    await asyncio.sleep(_POLL_S)  # A job has no events.
+                    video = await videos.retrieve(video.id)
             if video.error is not None:
                 yield gr.skip(), f"⚠️ The video failed: {video.error.message}"
             else:

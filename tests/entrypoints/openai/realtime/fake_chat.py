@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions without a pipeline: a chat handler that answers at once, and an ASR stage that measures levels."""
 
-import base64
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,12 @@ from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.sse import sse_line
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.entrypoints.openai.voices import Voices
 
 MODEL = "fake"
 MAX_PARTS = {"audio": 999, "image": 2}
-TONE = base64.b64encode(np.full(2400, 1000, "<i2").tobytes()).decode()
+TONE = np.full(2400, 1000 / 32768, np.float32)
 """100 ms of speech."""
 
 
@@ -43,7 +42,7 @@ class FakeChat:
 
     Attributes:
         requests: Those so far.
-        answer: Makes the deltas of an answer of its messages, as OpenAI's. By default they repeat the last text.
+        answer: Makes the deltas of an answer of its messages. By default they repeat the last text.
         media: Reads images; set with the application.
     """
 
@@ -64,9 +63,9 @@ class FakeChat:
         )
         self.asr_stage = None if hears else FakeASRStage()
         self.requests: list[Any] = []
-        self.answer: Callable[[list[Any]], list[dict[str, Any]]] = repeat
+        self.answer: Callable[[list[Any]], list[ChatDelta]] = repeat
 
-    async def create_chat_completion(self, request: Any) -> AsyncGenerator[str, None]:
+    async def create_deltas(self, request: Any) -> AsyncGenerator[ChatDelta, None]:
         self.requests.append(request)
         parts = [part for message in request.messages for part in _parts_of(message)]
         await self.media.images([part["image_url"]["url"] for part in parts if part["type"] == "image_url"], "messages")
@@ -74,13 +73,13 @@ class FakeChat:
         sounds = [kept[part["audio_url"]["url"]]() for part in parts if part["type"] == "audio_url"]
         if any(len(samples) < MIN_AUDIO_SECONDS * rate for samples, rate in sounds):
             raise VLLMValidationError("a sound is too short")
-        return self._lines(self.answer(request.messages))
+        return self._stream(self.answer(request.messages))
 
-    async def _lines(self, deltas: list[dict[str, Any]]) -> AsyncGenerator[str, None]:
+    async def _stream(self, deltas: list[ChatDelta]) -> AsyncGenerator[ChatDelta, None]:
         for delta in deltas:
-            yield sse_line({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            yield delta
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        yield sse_line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage})
+        yield ChatDelta(finish_reason="stop", usage=usage)
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
@@ -88,10 +87,10 @@ def _parts_of(message: Mapping[str, Any]) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def repeat(messages: list[Any]) -> list[dict[str, Any]]:
+def repeat(messages: list[Any]) -> list[ChatDelta]:
     content = messages[-1].get("content") if messages else None
     text = content if isinstance(content, str) else " ".join(part.get("text", "") for part in content or ())
-    return [{"content": f"I heard: {text}"}, {"audio": {"data": TONE}}, {"audio": {"data": TONE}}]
+    return [ChatDelta(text=f"I heard: {text}"), ChatDelta(speech=TONE), ChatDelta(speech=TONE)]
 
 
 def session_app(chat: FakeChat, **flags: Any) -> FastAPI:

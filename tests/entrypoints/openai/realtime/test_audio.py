@@ -46,7 +46,8 @@ def tone(seconds: float, rate: int) -> np.ndarray:
 def test_output(name: str, rate: int, speed: float, tolerance: float) -> None:
     output = OutputSound(name, rate, speed)
     pcm = tone(2.0, rate)
-    data = b"".join(output.encode(piece.tobytes()) for piece in np.split(pcm, 10)) + output.finish()
+    samples = pcm.astype(np.float32) / 32768
+    data = b"".join(output.encode(piece) for piece in np.split(samples, 10)) + output.finish()
     assert output.seconds(data) == pytest.approx(2.0 / speed, abs=tolerance + 1e-6)
     # The pitch stays.
     made = FORMATS[name].decode(data).astype(float)
@@ -54,3 +55,4 @@ def test_output(name: str, rate: int, speed: float, tolerance: float) -> None:
     assert peak == pytest.approx(440, abs=5)
     if not tolerance:
         assert data == pcm.tobytes()
+        assert OutputSound(name, rate, speed).encode(np.stack([2 * samples, 0 * samples])) == data  # Of two channels.

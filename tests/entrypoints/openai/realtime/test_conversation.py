@@ -13,7 +13,6 @@ import pytest
 import soundfile
 from vllm import envs
 
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
 from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
@@ -30,6 +29,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 
 PCM = FORMATS["audio/pcm"]
 
@@ -166,15 +166,15 @@ def test_the_input_buffer() -> None:
 
 def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an answer that is interrupted where speech is made slowly would be remembered whole."""
-    text, half_second = "one two three four five six seven eight", bytes(24_000)
+    text, half_second = "one two three four five six seven eight", np.zeros(12_000, np.float32)
 
     async def main() -> None:
         goes_on, waits = asyncio.Event(), asyncio.Event()
 
         async def deltas_of(*_: Any) -> AsyncGenerator[ChatDelta, None]:
-            yield ChatDelta(text=text, mm_token_counts={})
+            yield ChatDelta(text=text)
             for _ in range(2):
-                yield ChatDelta(audio=half_second, mm_token_counts={})
+                yield ChatDelta(speech=half_second)
                 waits.set()
                 await goes_on.wait()
 

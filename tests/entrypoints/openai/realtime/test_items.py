@@ -12,6 +12,7 @@ from tests.entrypoints.openai.media_apps import png
 from tests.entrypoints.openai.realtime.fake_chat import MAX_PARTS, MODEL, TONE, FakeChat, session_app
 from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from tests.entrypoints.openai.realtime.sessions import Session, converse
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 
 PICTURE = "data:image/png;base64," + base64.b64encode(png(8, 8)).decode()
 SOUND = np.arange(4800, dtype="<i2").tobytes()
@@ -141,7 +142,7 @@ def test_an_error_of_a_turn_leaves_the_others_of_its_frame(monkeypatch: pytest.M
     """The first turn is still answered when the second and third end, which may not interrupt it."""
     monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
     chat = FakeChat(hears=True)
-    chat.answer = lambda messages: [{"content": "It takes long."}, *[{"audio": {"data": TONE}}] * 600]
+    chat.answer = lambda messages: [ChatDelta(text="It takes long."), *[ChatDelta(speech=TONE)] * 600]
     turn = np.repeat(np.array([1000, 0], "<i2"), 4800)
     vad: Any = {"type": "server_vad", "interrupt_response": False}
 
@@ -157,7 +158,7 @@ def test_an_error_of_a_turn_leaves_the_others_of_its_frame(monkeypatch: pytest.M
         assert len({event.item_id for event in seen["input_audio_buffer.committed"]}) == 3
         await session.connection.response.cancel()
         await session.until("response.done")
-        chat.answer = lambda messages: [{"content": str(len(messages))}]
+        chat.answer = lambda messages: [ChatDelta(text=str(len(messages)))]
         (item,) = (await session.respond())[-1].response.output
         assert item.content[0].transcript == "4", "three turns and the answer that was cancelled"
 

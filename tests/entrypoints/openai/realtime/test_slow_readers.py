@@ -5,7 +5,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,17 +15,17 @@ import websockets
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import opened
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
-from vllm_omni.entrypoints.openai.chat_media import MAX_UNSENT_BYTES
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
 from vllm_omni.entrypoints.openai.realtime import response as response_module
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta
 
 LONG_TEXT = "x" * (1 << 20)
 ITEM: Any = {"id": "a", "type": "message", "role": "user", "content": [{"type": "input_text", "text": LONG_TEXT}]}
+CONTINUED, TEXT, PING = 0, 1, 9
 RESPONSE: Any = {"conversation": "none", "input": [{"type": "item_reference", "id": "a"}]}
 
 
@@ -72,6 +73,75 @@ def test_a_session_whose_client_does_not_read_ends(event: dict[str, Any], watch_
         asyncio.run(main(url))
 
 
+@contextmanager
+def raw_session(**overrides: Any) -> Iterator[socket.socket]:
+    """A client's socket, once its session is open. `overrides`: methods of the server's protocol."""
+    protocol = type("Protocol", (web_socket_protocol(60),), overrides)
+    with over_http(session_app(FakeChat(), send_timeout_s=60), ws=protocol) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(
+            f"GET /v1/realtime?model={MODEL} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n".encode()
+        )
+        wait_for(client, b"session.created")
+        yield client
+
+
+def frame(opcode: int, payload: bytes, *, is_last: bool = True) -> bytes:
+    """A frame of a client, with a mask that changes nothing."""
+    size = len(payload).to_bytes(8) if len(payload) >= 126 else b""
+    return bytes([is_last << 7 | opcode, 0x80 | (127 if size else len(payload))]) + size + bytes(4) + payload
+
+
+def wait_for(client: socket.socket, words: bytes) -> None:
+    received = b""
+    while words not in received:
+        part = client.recv(1 << 16)
+        assert part, received
+        received += part
+
+
+def test_pings_of_a_client_that_does_not_read_take_no_memory() -> None:
+    """Before, they are answered."""
+    sizes: list[int] = []
+
+    def data_received(self: Any, data: bytes) -> None:
+        super(type(self), self).data_received(data)
+        sizes.append(self.transport.get_write_buffer_size())
+
+    with raw_session(data_received=data_received) as client:
+        client.sendall(frame(PING, b"Hello?"))
+        wait_for(client, b"Hello?")
+        client.sendall(frame(TEXT, json.dumps({"type": "conversation.item.create", "item": ITEM}).encode()))
+        client.sendall(frame(PING, bytes(125)) * ((8 << 20) // 125))
+    assert len(LONG_TEXT) / 2 < max(sizes) < 2 * len(LONG_TEXT), "the answer to the event, and no more"
+
+
+def test_a_message_in_many_parts_takes_no_more_memory_than_in_one() -> None:
+    num_parts: list[int] = []
+
+    def handle_ping(self: Any) -> None:
+        num_parts.append(len(self.frames))
+        super(type(self), self).handle_ping()
+
+    event = {
+        "type": "conversation.item.create",
+        "item": {**ITEM, "content": [{"type": "input_text", "text": "é" * 10}]},
+    }
+    first, *others, last = (bytes([byte]) for byte in json.dumps(event, ensure_ascii=False).encode())
+    parts = [frame(CONTINUED, part, is_last=False) for part in [*others, *[b""] * 50_000]]
+    with raw_session(handle_ping=handle_ping) as client:
+        client.sendall(frame(TEXT, first, is_last=False) + b"".join(parts) + frame(PING, b"Read?"))
+        wait_for(client, b"Read?")
+        assert num_parts == [1]
+        client.sendall(frame(CONTINUED, last))
+        wait_for(client, ("é" * 10).encode())
+        client.sendall(frame(TEXT, json.dumps({"type": "conversation.item.delete", "item_id": "a"}).encode()))
+        wait_for(client, b"conversation.item.deleted")
+
+
 def test_a_client_that_reads_late_gets_everything() -> None:
     app = session_app(FakeChat(), send_timeout_s=60)
 
@@ -96,7 +166,7 @@ def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> No
         nonlocal num_read
         for _ in range(num_pieces):
             num_read += 1
-            yield ChatDelta(text=piece, mm_token_counts={})
+            yield ChatDelta(text=piece)
 
     monkeypatch.setattr(response_module, "deltas_of", deltas_of)
 

@@ -89,12 +89,12 @@ class OutputSound:
         if speed != 1.0 or sample_rate != self.format.sample_rate:
             self._filter = SpeechFilter(sample_rate, self.format.sample_rate, speed, 1)
 
-    def encode(self, pcm: bytes) -> bytes:
-        """Little-endian samples of 16 bits at the model's rate -> the bytes that are ready."""
-        samples = np.frombuffer(pcm, "<i2")
+    def encode(self, samples: np.ndarray) -> bytes:
+        """float32 `[n]` or `[channels, n]` at the model's rate -> the bytes that are ready, of one channel."""
+        samples = samples if samples.ndim == 1 else samples.mean(axis=0)
         if self._filter is not None:
-            samples = to_pcm16(self._filter.run(samples.astype(np.float32)[None] / 32768.0))
-        return self.format.encode(samples)
+            samples = self._filter.run(samples[None])
+        return self.format.encode(to_pcm16(samples))
 
     def finish(self) -> bytes:
         """Returns the encoded samples that were not returned before."""

@@ -12,12 +12,12 @@ from typing import Any
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta, read_deltas
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture, Sound
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.errors import OmniError
 from vllm_omni.vllm_protocol import ErrorResponse
 
@@ -102,17 +102,15 @@ async def deltas_of(
         ChatError: The request was refused, or failed.
     """
     context = RequestContext.start(client)
-    context.shows_text_end = True
     context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
     context.kept_files = {picture.address: picture.file for picture in pictures}
     try:
-        answer = await chat.create_chat_completion(request)
+        answer = await chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):
             raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
-        assert isinstance(answer, AsyncGenerator)
         await context.started()
-        async with aclosing(read_deltas(answer, context)) as deltas:
-            async for delta in deltas:
+        async with aclosing(answer):
+            async for delta in answer:
                 yield delta
     except Exception as error:
         raise as_chat_error(error) from error

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
@@ -187,9 +188,9 @@ class SpokenMessage(_Message):
     async def write(self, text: str) -> None:
         await self._write(text, "response.output_audio_transcript.delta")
 
-    async def speak(self, pcm: bytes) -> None:
+    async def speak(self, samples: np.ndarray) -> None:
         """Sends samples of the model as soon as the client may have them."""
-        await self._send_sound(await asyncio.to_thread(self._sound.encode, pcm))
+        await self._send_sound(await asyncio.to_thread(self._sound.encode, samples))
 
     async def end_speech(self) -> None:
         """Sends the rest."""
@@ -202,8 +203,7 @@ class SpokenMessage(_Message):
             seconds = self._sound.seconds(piece)
             await self._wait(seconds)
             self.item.sent_ms += 1000 * seconds
-            delta = base64.b64encode(piece).decode()
-            await self._send("response.output_audio.delta", content_index=0, delta=delta)
+            await self._send("response.output_audio.delta", content_index=0, delta=piece)  # It becomes base64.
 
     async def _wait(self, seconds: float) -> None:
         """Waits until so much more speech is within the lead."""

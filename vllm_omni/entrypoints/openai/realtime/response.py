@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
-from vllm_omni.entrypoints.openai.chat_deltas import ChatDelta
-from vllm_omni.entrypoints.openai.chat_media import UnsentQueue
+import numpy as np
+
 from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import (
@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
 from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, UnsentQueue
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -79,12 +80,12 @@ class Response:
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
-        self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(_num_bytes_of)
+        self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(lambda delta: delta.num_bytes)
         self._error: ChatError | None = None
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
-        self._early_speech: list[bytes] = []
+        self._early_speech: list[np.ndarray] = []
         self._made_ms, self._text_length, self._is_made = 0.0, 0, False
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: Mapping[str, int] = {}
@@ -187,7 +188,8 @@ class Response:
     def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
         self._text_length += spoken_length(delta.text)
-        self._made_ms += 1000 * len(delta.audio) / 2 / self._session.sample_rate / self._speed
+        if delta.speech is not None:
+            self._made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speed
         self._note_in_item()
 
     @property
@@ -217,10 +219,10 @@ class Response:
             await self._add_text(delta.text)
         for call in delta.tool_calls:
             await self._add_to_call(call)
-        if delta.audio and isinstance(self._message, SpokenMessage):
-            await self._message.speak(delta.audio)
-        elif delta.audio:
-            self._early_speech.append(delta.audio)
+        if delta.speech is not None and isinstance(self._message, SpokenMessage):
+            await self._message.speak(delta.speech)
+        elif delta.speech is not None:
+            self._early_speech.append(delta.speech)
 
     async def _add_text(self, text: str) -> None:
         if self._message is None:
@@ -234,8 +236,8 @@ class Response:
         await self._message.write(text)
         if isinstance(self._message, SpokenMessage):
             early, self._early_speech = self._early_speech, []
-            for pcm in early:
-                await self._message.speak(pcm)
+            for samples in early:
+                await self._message.speak(samples)
 
     async def _add_to_call(self, delta: dict[str, Any]) -> None:
         function = delta.get("function") or {}
@@ -290,7 +292,3 @@ class Response:
             },
             "output_token_details": {"text_tokens": written - audio_tokens, "audio_tokens": audio_tokens},
         }
-
-
-def _num_bytes_of(delta: ChatDelta) -> int:
-    return len(delta.text) + len(delta.audio) + sum(len(str(call)) for call in delta.tool_calls)

@@ -14,7 +14,8 @@ from vllm_omni.entrypoints.openai.realtime.config import Values, transcription_r
 from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.transcriptions import Transcript, read_texts, stage_prompt, token_usage
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
+from vllm_omni.entrypoints.openai.transcriptions import Transcript, stage_prompt, token_usage
 from vllm_omni.vllm_protocol import UsageInfo
 
 _EVENT = "conversation.item.input_audio_transcription"
@@ -71,34 +72,31 @@ class InputTranscriptions:
 
     async def _transcribe(self, item: Item, sound: Sound, settings: Values) -> None:
         where = {"item_id": item.id, "content_index": 0}
-        transcript = Transcript(usage=UsageDuration(type="duration", seconds=item.seconds))
+        by_model = self._session.chat.asr_stage is None
+        usage = token_usage(UsageInfo()) if by_model else UsageDuration(type="duration", seconds=item.seconds)
+        transcript = Transcript(usage=usage, deltas=self._deltas(item, sound, settings))
         try:
-            async with aclosing(self._deltas(item, sound, settings, transcript)) as deltas:
-                async for delta in deltas:
-                    transcript.text += delta
-                    await self._session.send(f"{_EVENT}.delta", **where, delta=delta)
+            async with aclosing(transcript.read()) as texts:
+                async for text in texts:
+                    await self._session.send(f"{_EVENT}.delta", **where, delta=text)
         except ChatError as error:
             await self._session.send(f"{_EVENT}.failed", **where, error=error.as_dict())
             return
-        item.content[0]["transcript"] = text = transcript.text
-        usage = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
-        await self._session.send(f"{_EVENT}.completed", **where, transcript=text, usage=usage)
+        item.content[0]["transcript"] = transcript.text
+        used = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
+        await self._session.send(f"{_EVENT}.completed", **where, transcript=transcript.text, usage=used)
 
-    async def _deltas(
-        self, item: Item, sound: Sound, settings: Values, transcript: Transcript
-    ) -> AsyncGenerator[str, None]:
+    async def _deltas(self, item: Item, sound: Sound, settings: Values) -> AsyncGenerator[ChatDelta, None]:
         """The text of a sound, by the ASR stage if there is one, or by the model. Raises `ChatError`."""
         if self._session.chat.asr_stage is not None:
             await write_texts(self._session, [item])
-            if sound.text:
-                yield sound.text
+            yield ChatDelta(text=sound.text or "")
             return
-        transcript.usage = token_usage(UsageInfo())
         request = transcription_request(settings, sound.url).as_chat(
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model
-        deltas = read_texts(deltas_of(self._session.chat, request, self._session.client, [sound]), transcript)
+        deltas = deltas_of(self._session.chat, request, self._session.client, [sound])
         async with self._slots, aclosing(deltas):
             async for delta in deltas:
                 yield delta

@@ -264,27 +264,6 @@ class TestMessages:
             assert body["type"] == "error" and body["error"]["type"] == kind and words in body["error"]["message"]
 
     @pytest.mark.parametrize("is_streamed", [False, True])
-    def test_a_tool_is_called(self, app: FastAPI, is_streamed: bool) -> None:
-        async def ask(client: anthropic.AsyncAnthropic) -> Any:
-            if not is_streamed:
-                return await client.messages.create(**asked)
-            async with client.messages.stream(**asked) as answer:
-                return await answer.get_final_message()
-
-        schema = {
-            "type": "object",
-            "properties": {"is_deep": {"type": "boolean"}},
-            "required": ["is_deep"],
-            "additionalProperties": False,
-        }
-        tool = {"name": "dive", "input_schema": schema, "strict": True}
-        asked = {**ASKED, "max_tokens": 64, "tools": [tool], "tool_choice": {"type": "tool", "name": "dive"}}
-        answer = messages(app, ask)
-        (call,) = answer.content
-        assert (call.type, call.name, answer.stop_reason) == ("tool_use", "dive", "tool_use")
-        assert list(call.input) == ["is_deep"] and isinstance(call.input["is_deep"], bool)
-
-    @pytest.mark.parametrize("is_streamed", [False, True])
     def test_without_thinking(self, app: FastAPI, is_streamed: bool) -> None:
         """vLLM renders prompts of its own, to find how a model is told not to."""
 

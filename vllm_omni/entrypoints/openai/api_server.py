@@ -48,6 +48,7 @@ from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 from vllm_omni.vllm_protocol import ErrorResponse
 
 STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
+"""Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
         "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
@@ -58,7 +59,7 @@ OWN_PATHS = frozenset(
 
 _ONE_ANSWER = "an answer of each stage's process; messages between processes go one way"
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
-_NO_SCALE_OUT = "prompts that another server has rendered"
+_RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
     "/invocations": "SageMaker's handlers, which call those that are replaced",
     **dict.fromkeys(
@@ -71,7 +72,7 @@ WITHHELD_PATHS: dict[str, str] = {
             "/v1/chat/completions/derender", "/v1/completions/derender", "/inference/v1/generate",
             "/inference/v1/abort_requests",
         ),
-        _NO_SCALE_OUT,
+        _RENDERED_ELSEWHERE,
     ),
     **dict.fromkeys(
         (

@@ -34,5 +34,5 @@ def test_examples_load(text: str) -> None:
 
 
 def test_the_input_processor_is_the_one_that_is_tested() -> None:
-    (shown,) = re.findall(r"```python\n(class .*?)```", DOCUMENT, re.DOTALL)
+    (shown,) = re.findall(r"\n(class .*?)```", DOCUMENT, re.DOTALL)
     assert shown in Path(rewriting.__file__).read_text()

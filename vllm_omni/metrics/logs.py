@@ -107,6 +107,9 @@ def quiet_start() -> Iterator[None]:
         yield
         return
     formats = json.loads(Path(_PROGRAM_CONFIG).read_text())["formatters"]["omni"]
+    if not logger.handlers:  # vLLM is imported while the stages start, and makes its own then.
+        logger.addHandler(logging.StreamHandler())
+        logger.handlers[0].name, logger.propagate = _VLLM_HANDLER, False
     for handler in _vllm_handlers():  # `dictConfig` would close the program's.
         handler.setStream(sys.stderr)
         handler.setFormatter(logging.Formatter(formats["format"], formats["datefmt"]))

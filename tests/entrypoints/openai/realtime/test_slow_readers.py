@@ -4,6 +4,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -105,17 +106,26 @@ def wait_for(client: socket.socket, words: bytes) -> None:
 
 def test_pings_of_a_client_that_does_not_read_take_no_memory() -> None:
     """Before, they are answered."""
+    pings = frame(PING, bytes(125)) * ((8 << 20) // 125)
     sizes: list[int] = []
+    num_received, has_all = 0, threading.Event()
 
     def data_received(self: Any, data: bytes) -> None:
+        nonlocal num_received
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         super(type(self), self).data_received(data)
         sizes.append(self.transport.get_write_buffer_size())
+        num_received += len(data)
+        if num_received > len(pings):
+            has_all.set()
 
     with raw_session(data_received=data_received) as client:
         client.sendall(frame(PING, b"Hello?"))
         wait_for(client, b"Hello?")
         client.sendall(frame(TEXT, json.dumps({"type": "conversation.item.create", "item": ITEM}).encode()))
-        client.sendall(frame(PING, bytes(125)) * ((8 << 20) // 125))
+        wait_for(client, b"conversation.item.added")
+        client.sendall(pings)
+        assert has_all.wait(60)
     assert len(LONG_TEXT) / 2 < max(sizes) < 2 * len(LONG_TEXT), "the answer to the event, and no more"
 
 

@@ -10,6 +10,8 @@
     │   └── StageStartError         a stage did not start
     ├── PipelineClosedError         used after close()                              not recoverable
     ├── PipelineFullError           the queue is full; try again later              recoverable
+    ├── ControlError                a stage could not do what an operator asked     recoverable
+    │   └── InvalidControlError     it does not know it, or an argument is wrong
     └── RequestError                one request failed; the pipeline continues      recoverable
         ├── InvalidRequestError     refused before it reached an engine
         ├── StageExecutionError     failed inside a stage
@@ -87,6 +89,16 @@ class PipelineFullError(OmniError, RuntimeError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ControlError(OmniError, RuntimeError):
+    """Stages could not do what an operator asked for. The pipeline continues; the message names the stage."""
+
+    recoverable = True
+
+
+class InvalidControlError(ControlError, ValueError):
+    """What an operator asked for is wrong, or not for this pipeline."""
 
 
 class RequestError(OmniError):

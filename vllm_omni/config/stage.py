@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vllm_omni.control import Freeze, Thaw, Verb
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
 
@@ -215,6 +216,7 @@ class StageKind:
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
+        verbs: What an operator can ask of it (`vllm_omni.control`).
     """
 
     has_function = False
@@ -228,6 +230,7 @@ class StageKind:
     leaves_no_room = False
     quantization: str | None = None
     spins = False
+    verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
 
     def __init__(self, name: str, stage: OmniStageConfig) -> None:
         self.name = name

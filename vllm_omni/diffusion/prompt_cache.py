@@ -38,6 +38,10 @@ class PromptCache:
         stats = self._results.stat()
         return CacheCounts(queries=stats.total, hits=stats.hits)
 
+    def clear(self) -> None:
+        """Forgets all results."""
+        self._results.clear()
+
     def encode(self, pipe: Any, adapter: Adapter, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """The result of `encode_prompt`.
 

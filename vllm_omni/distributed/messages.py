@@ -2,11 +2,11 @@
 """Every message that crosses a process, on one page.
 
     orchestrator -> stage         SubmitMessage, InputMessage, AbortMessage, PeerDownMessage, PeerUpMessage,
-                                  ShutdownMessage
+                                  ControlMessage, ShutdownMessage
     stage -> next stage           DataMessage
     stage -> its sources          RefundMessage
     stage -> orchestrator         ReadyMessage, OutputMessage, TextsMessage, ResultMessage, ErrorMessage,
-                                  StatsMessage, MetricsMessage, AliveMessage, FaultMessage
+                                  StatsMessage, MetricsMessage, AliveMessage, FaultMessage, ControlResult
 
 A message is one frame: a header with the sender and the version of this page, msgpack, and the payload if it is
 carried inline. Any other payload is described by its `PayloadRef` and read through a connector.
@@ -21,14 +21,15 @@ announces in its `ReadyMessage`; the orchestrator passes it on to its neighbours
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import zmq
 
+from vllm_omni.control import AnyVerb
 from vllm_omni.metrics.stats import MetricFamily, StageMetrics, StageStats
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 ORCHESTRATOR = -1
 """The orchestrator's id as a sender."""
 HEARTBEAT_S = 3.0
@@ -133,6 +134,17 @@ class PeerUpMessage(Message):
     epoch: int
     address: str
     is_local: bool = True
+
+
+class ControlMessage(Message):
+    """Something for the stage's engine to do between two steps. The answer is a `ControlResult`.
+
+    Attributes:
+        number: The answer has it.
+    """
+
+    number: int
+    verb: AnyVerb
 
 
 class ShutdownMessage(Message):
@@ -243,6 +255,22 @@ class AliveMessage(Message):
     more_s: float = 0.0
 
 
+class ControlResult(Message):
+    """A stage has done what a `ControlMessage` asked for, or could not.
+
+    Attributes:
+        value: What the verb returns: plain data.
+        error: Why it could not; empty: it has.
+        invalid: The verb's arguments are wrong, or the stage does not know it.
+    """
+
+    instance_id: int
+    number: int
+    value: Any = None
+    error: str = ""
+    invalid: bool = False
+
+
 class FaultMessage(Message):
     """A peer sent a message that cannot be decoded."""
 
@@ -257,6 +285,7 @@ StageInbound = (
     | AbortMessage
     | PeerDownMessage
     | PeerUpMessage
+    | ControlMessage
     | ShutdownMessage
     | DataMessage
     | RefundMessage
@@ -271,6 +300,7 @@ OrchestratorInbound = (
     | MetricsMessage
     | AliveMessage
     | FaultMessage
+    | ControlResult
     | RefundMessage
 )
 

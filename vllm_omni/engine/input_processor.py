@@ -144,6 +144,12 @@ class OmniInputProcessor(InputProcessor):
         stats = [cache.make_stats() for cache in caches if isinstance(cache, MultiModalProcessorOnlyCache)]
         return CacheCounts(queries=sum(each.total for each in stats), hits=sum(each.hits for each in stats))
 
+    def clear_media_cache(self) -> None:
+        """Forgets preprocessed media."""
+        self.renderer.clear_mm_cache()
+        if (cache := self.renderer._mm_processor_only_cache) is not None:
+            cache.clear_cache()
+
     def _render(self, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> EngineInput:
         """Tokenizes and preprocesses a raw prompt; a rendered one is returned as it is."""
         if isinstance(prompt, dict) and "type" in prompt:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.omni_base import OmniBase
+from vllm_omni.entrypoints.operations import AsyncOperations
 from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm_omni.orchestrator.request import PipelineRequest
 
 
-class AsyncOmniLLM(OmniBase):
+class AsyncOmniLLM(AsyncOperations, OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
     The constructor blocks until the pipeline is ready: call it before the event loop runs, or in a thread.
@@ -140,6 +141,18 @@ class AsyncOmniLLM(OmniBase):
         release = functools.partial(orchestrator.release, internal_id)
         release() if release_when_sent is None else release_when_sent(release)
         yield event
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> int:
+        """Aborts requests, running or waiting; they end with `RequestAbortedError`.
+
+        Args:
+            request_ids: The callers' ids; default: all requests.
+
+        Returns:
+            How many.
+        """
+        wanted = None if request_ids is None else set(request_ids)
+        return await asyncio.wrap_future(self._pipeline.orchestrator.abort_external(wanted))
 
     async def check_prompt(self, prompt: str | OmniPrompt) -> None:
         """Makes the request of a prompt, and does not run it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from vllm_omni.config.stage_config import PipelineConfig
+    from vllm_omni.entrypoints.operations import PipelineOperations
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageHealth, StageStats
@@ -107,6 +109,13 @@ class OmniBase:
     def builder(self) -> RequestBuilder:
         """Builds requests from prompts; for callers that render prompts themselves, such as an API server."""
         return self._pipeline.builder
+
+    @cached_property
+    def operations(self) -> PipelineOperations:
+        """What an operator does with it; its methods are also this object's."""
+        from vllm_omni.entrypoints.operations import PipelineOperations
+
+        return PipelineOperations(self._pipeline)
 
     @property
     def voices(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
+from vllm_omni.entrypoints.operations import PipelineOperations, blocking
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.logs import log_to_stderr
 
@@ -47,6 +48,19 @@ class OmniLLM(OmniBase):
     Log lines go to stderr, without what vLLM says of its start, unless its variables (`VLLM_LOGGING_LEVEL`) say
     otherwise.
     """
+
+    pause_generation = blocking(PipelineOperations.pause_generation)
+    resume_generation = blocking(PipelineOperations.resume_generation)
+    is_paused = blocking(PipelineOperations.is_paused)
+    sleep = blocking(PipelineOperations.sleep)
+    wake_up = blocking(PipelineOperations.wake_up)
+    is_sleeping = blocking(PipelineOperations.is_sleeping)
+    reset_prefix_cache = blocking(PipelineOperations.reset_prefix_cache)
+    reset_mm_cache = blocking(PipelineOperations.reset_mm_cache)
+    reset_encoder_cache = blocking(PipelineOperations.reset_encoder_cache)
+    start_profile = blocking(PipelineOperations.start_profile)
+    stop_profile = blocking(PipelineOperations.stop_profile)
+    collective_rpc = blocking(PipelineOperations.collective_rpc)
 
     def _prepare(self) -> None:
         log_to_stderr()

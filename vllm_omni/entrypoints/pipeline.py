@@ -73,6 +73,7 @@ def open_pipeline(
             for observer in observers:
                 observer.watch_health(orchestrator.health)
                 observer.watch_media_cache(builder.media_cache_counts)
+                observer.watch_pause(lambda: orchestrator.is_paused)
             orchestrator.wait_until_started()
     except BaseException:
         orchestrator.close()

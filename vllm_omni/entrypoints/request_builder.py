@@ -206,6 +206,12 @@ class RequestBuilder:
         """Hits and queries of the caches of preprocessed media. May be called from any thread."""
         return sum((processor.media_cache_counts for processor in self.input_processors.values()), CacheCounts())
 
+    def clear_media_cache(self) -> None:
+        """Forgets preprocessed media."""
+        with self.lock:
+            for processor in self.input_processors.values():
+                processor.clear_media_cache()
+
     @property
     def voices(self) -> list[str]:
         """The voices of all stages, the default one first."""

@@ -69,6 +69,17 @@ class DiffusersPipelineExecutor:
         """Hits and queries of the prompt cache, in calls of `encode_prompt`."""
         return self._runner.prompt_cache.counts
 
+    def check_adapter(self, name: str, path: str) -> None:
+        """
+        Raises:
+            ValueError: It is no adapter for this pipeline.
+        """
+        self._runner.check_adapter(name, path)
+
+    def forget_prompts(self) -> None:
+        """Empties the prompt cache."""
+        self._runner.prompt_cache.clear()
+
     def add(self, job: DiffusionJob) -> None:
         """Starts a job, up to its first module call, or queues it until another one ends."""
         self._waiting.append(job)

@@ -9,6 +9,7 @@ from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES, DIT_SETTINGS, DiTCon
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.control import AddLoRA, ResetEncoderCache
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Diffusion(StageKind):
     takes_settings = True
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
+    verbs = StageKind.verbs | {AddLoRA, ResetEncoderCache}
 
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> StageKind:

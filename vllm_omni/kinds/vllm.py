@@ -8,6 +8,17 @@ import msgspec
 
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.control import (
+    AddLoRA,
+    CollectiveRPC,
+    ResetEncoderCache,
+    ResetMMCache,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +44,10 @@ class _VllmStage(StageKind):
     budget_argument = "gpu_memory_utilization"
     quantization = "fp8"
     spins = True
+    verbs = StageKind.verbs | {
+        AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, StartProfile, StopProfile,
+        WakeUp,
+    }  # fmt: skip
 
     @property
     def reads_prompts(self) -> bool:

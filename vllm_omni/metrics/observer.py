@@ -120,6 +120,9 @@ class PipelineObserver:
     def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
         """The caller caches preprocessed media; `read` may be called from any thread. Called once, at most."""
 
+    def watch_pause(self, read: Callable[[], bool]) -> None:
+        """`read` tells whether generation is paused; of any thread. Called once, at most."""
+
     def close(self) -> None:
         """The pipeline is closed. This is the last call."""
 

@@ -113,6 +113,7 @@ class PrometheusObserver(PipelineObserver):
         histograms: Values of completed requests, by metric name.
         health: Reads the state of each replica.
         media_cache: Reads the counts of the caller's cache.
+        is_paused: Whether generation is paused.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -123,10 +124,14 @@ class PrometheusObserver(PipelineObserver):
         self.histograms = {name: _Histogram(bounds) for name, (_, bounds, _) in REQUEST_HISTOGRAMS.items()}
         self.health: Callable[[], Sequence[StageHealth]] = tuple
         self.media_cache: Callable[[], CacheCounts] = CacheCounts
+        self.is_paused: Callable[[], bool] = bool
         _collector.add(self)
 
     def watch_health(self, read: Callable[[], Sequence[StageHealth]]) -> None:
         self.health = read
+
+    def watch_pause(self, read: Callable[[], bool]) -> None:
+        self.is_paused = read
 
     def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
         self.media_cache = read
@@ -200,6 +205,7 @@ def _families(pipelines: _Pipelines) -> Iterator[Metric]:
 def _health_families(pipelines: _Pipelines) -> Iterator[Metric]:
     labels = ["pipeline", "stage", "replica"]
     states = GaugeMetricFamily(f"{PREFIX}stage_state", "1 for the state of the stage.", labels=[*labels, "state"])
+    paused = GaugeMetricFamily(f"{PREFIX}paused", "1 while generation is paused.", labels=["pipeline"])
     restarts = CounterMetricFamily(f"{PREFIX}stage_restarts", "How often its process was replaced.", labels=labels)
     for number, pipeline in pipelines:
         for stage in pipeline.health():
@@ -207,7 +213,8 @@ def _health_families(pipelines: _Pipelines) -> Iterator[Metric]:
             for state in StageState:
                 states.add_metric([*own, state.value], stage.state == state.value)
             restarts.add_metric(own, stage.num_restarts)
-    yield from (states, restarts)
+        paused.add_metric([number], pipeline.is_paused())
+    yield from (states, restarts, paused)
 
 
 _Stages = Sequence[tuple[str, PrometheusObserver, StageStats]]

@@ -30,6 +30,10 @@ class SoundCache:
         stats = self._results.stat()
         return CacheCounts(queries=stats.total, hits=stats.hits)
 
+    def clear(self) -> None:
+        """Forgets all results."""
+        self._results.clear()
+
     def encode(
         self, sound: torch.Tensor, device: torch.device, *encoders: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:

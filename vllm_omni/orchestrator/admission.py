@@ -72,6 +72,11 @@ class Admission:
         with self._changed:
             return next(filter(can_start, self._waiting), None)
 
+    def waiting(self) -> list[PipelineRequest]:
+        """The requests in the queue."""
+        with self._changed:
+            return list(self._waiting)
+
     def withdraw(self, request_id: str) -> PipelineRequest | None:
         """Removes a request from the queue, if it is still there."""
         with self._changed:

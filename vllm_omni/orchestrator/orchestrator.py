@@ -12,20 +12,23 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import NIXL, ConnectorConfig, OmniStageConfig, PipelineConfig
+from vllm_omni.control import AnyVerb
 from vllm_omni.distributed.connectors import remove_payloads, remove_segments
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.inbound import Inbound
 from vllm_omni.distributed.messages import (
     AliveMessage,
+    ControlResult,
     ErrorMessage,
     FaultMessage,
     MessageError,
@@ -56,6 +59,7 @@ from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission
+from vllm_omni.orchestrator.operations import Operations
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.placement.spec import StagePlacement
@@ -119,6 +123,7 @@ class Orchestrator:
         self._error: BaseException | None = None
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._admission = Admission(config.runtime.max_inflight, config.runtime.max_queued)
+        self._drained: list[Future[None]] = []  # of those that wait until no request runs
         self._stats: dict[int, StageStats] = {}  # by instance id; replaced as a whole, so any thread may read it
         # Reentrant: the garbage collector may close an unreferenced pipeline while this thread holds the lock.
         self._lock = threading.RLock()
@@ -189,6 +194,58 @@ class Orchestrator:
     def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests; those still running end with `RequestAbortedError`."""
         self._command(lambda: self._router.abort(request_ids))
+
+    def control(self, verb: AnyVerb, stage_ids: Sequence[int], timeout: float) -> Future[list[Any]]:
+        """Has all replicas of these stages do something. Arguments and result are those of `Operations.call`."""
+        result = _future()
+        self._command(lambda: self._operations.call(verb, stage_ids, timeout, result))
+        return result
+
+    def pause(self, *, aborts: bool = False) -> Future[None]:
+        """Starts no further request; those that come wait, as far as the queue has room.
+
+        Args:
+            aborts: End those that run with `RequestAbortedError`.
+
+        Returns:
+            Done when no request runs, or `resume` was called.
+        """
+        drained = _future()
+
+        def pause() -> None:
+            self._router.is_paused = True
+            self._drained.append(drained)
+            if aborts:
+                self._router.abort_all()
+
+        self._command(pause)
+        return drained
+
+    def resume(self) -> None:
+        """Starts requests again."""
+
+        def resume() -> None:
+            self._router.is_paused = False
+            self._end_drained()
+
+        self._command(resume)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` was called, and `resume` was not since."""
+        return self._router.is_paused
+
+    def abort_external(self, external_ids: Collection[str] | None) -> Future[int]:
+        """Aborts all requests with these ids of their callers; None: all. Returns how many."""
+        count = _future()
+
+        def abort() -> None:
+            request_ids = self._router.find_external(external_ids)
+            self._router.abort(request_ids)
+            count.set_result(len(request_ids))
+
+        self._command(abort)
+        return count
 
     def check_process(self) -> None:
         """
@@ -289,8 +346,11 @@ class Orchestrator:
             self._run_commands()
             self._supervisor.on_timer()
             self._silence.on_timer()
+            self._operations.on_timer(time.monotonic())
             self._router.end_overdue(time.monotonic())
             self._router.admit()
+            if self._router.is_idle:
+                self._end_drained()
             self._poll(self._next_due())
 
     def _open(self, cleanup: contextlib.ExitStack) -> None:
@@ -333,6 +393,7 @@ class Orchestrator:
         }
         payloads = PayloadReceiver(self._run_dir.path)
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
+        self._operations = Operations(self._stages)
         self._supervisor = Supervisor(
             list(self._stages.values()),
             self._launcher,
@@ -402,7 +463,7 @@ class Orchestrator:
                 )
 
     def _next_due(self) -> float:
-        times = [self._supervisor.due, self._router.due, self._silence.due]
+        times = [self._supervisor.due, self._router.due, self._silence.due, self._operations.due]
         return min(due for due in times if due is not None)
 
     def _poll(self, due: float) -> None:
@@ -435,9 +496,16 @@ class Orchestrator:
         try:
             self._run_commands()
         finally:
+            self._operations.close(self._why_ended)
             self._router.end_all(self._why_ended)
+            self._end_drained()
             for stage in self._stages.values():
                 stage.flush()
+
+    def _end_drained(self) -> None:
+        for drained in self._drained:
+            drained.set_result(None)
+        self._drained.clear()
 
     # Messages.
 
@@ -482,6 +550,8 @@ class Orchestrator:
                 self._observer.engine_metrics(stage.stage_id, stage.instance.replica, message.families)
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
+            case ControlResult():
+                self._operations.on_result(stage, message)
             case AliveMessage():
                 pass
 
@@ -509,17 +579,26 @@ class Orchestrator:
         else:
             logger.info("%s: ready after %.1f s", stage.label, time.monotonic() - self._start_time)
         self._supervisor.on_ready(stage, message.address, message.remote_address)
+        self._operations.on_stage_up(stage)
         self._router.on_stage_up(stage)
 
     def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)
         self._router.on_stage_down(stage)
+        self._operations.on_stage_down(stage)
         remove_segments(self._run_dir.path, stage.instance_id)
         self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 
     def _on_stats(self, stage: StageHandle, stats: StageStats) -> None:
         self._stats = {**self._stats, stage.instance_id: stats}
         self._observer.stage_stats(stats)
+
+
+def _future() -> Future[Any]:
+    """One that nobody cancels: a caller that goes away does not take back what it asked for."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _check_open_files(count: int) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.distributed.messages import (
@@ -45,7 +45,11 @@ logger = logging.getLogger("vllm.omni.orchestrator")
 
 
 class RequestRouter:
-    """Owns each admitted request until its terminal event."""
+    """Owns each admitted request until its terminal event.
+
+    Attributes:
+        is_paused: No waiting request is started.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class RequestRouter:
         self._records: dict[str, RequestRecord] = {}
         self._retried: dict[str, str] = {}  # ids in stages, by id
         self._isolated_retries: list[IsolatedRetry] = []
+        self.is_paused = False
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
     @property
@@ -99,7 +104,7 @@ class RequestRouter:
         """Starts waiting requests in order, as long as there is room; first those that are tried again."""
         for isolated in list(self._isolated_retries):
             self._continue(isolated)
-        while len(self._records) < self._config.runtime.max_inflight:
+        while not self.is_paused and len(self._records) < self._config.runtime.max_inflight:
             request = self._admission.peek(self._reaches_all) if self._isolated_retries else self._admission.peek()
             if request is None or not self._takes_new(request):
                 return
@@ -409,6 +414,20 @@ class RequestRouter:
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._end(request_id, lambda external_id: RequestAbortedError("the request was aborted", external_id))
+
+    def abort_all(self) -> None:
+        """Ends every request that is not waiting for admission."""
+        self.abort([record.request.request_id for record in self._records.values()])
+
+    def find_external(self, external_ids: Collection[str] | None) -> list[str]:
+        """The ids of the requests, running or waiting, with these ids of their callers; None: of all."""
+        requests = [record.request for record in self._records.values()] + self._admission.waiting()
+        return [each.request_id for each in requests if external_ids is None or each.external_id in external_ids]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no stage works on a request."""
+        return not self._records
 
     def end_overdue(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""

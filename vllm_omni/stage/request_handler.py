@@ -36,8 +36,8 @@ from vllm_omni.payloads import AdditionalInformationPayload
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
+    InboxItem,
     NewRequest,
-    RequestItem,
     Result,
     StageEngine,
     Stream,
@@ -93,7 +93,7 @@ class RequestHandler:
         self._processor: StageInputProcessor | None
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(sender.has_room)
-        self._for_engine: list[RequestItem] = []
+        self._for_engine: list[InboxItem] = []
         self._flush_times = FlushTimes(self._requests)
         self._last_number = 0
         self._out_of_order: dict[str, list[tuple[DataMessage, list[memoryview]]]] = defaultdict(list)
@@ -292,6 +292,10 @@ class RequestHandler:
         while self.num_running < self.capacity and (state := self._waiting.first()) is not None:
             self._start(state)
         self._recorder.set_blocked(self.num_running < self.capacity and len(self._waiting) > 0)
+
+    def call_in_engine(self, call: Callable[[], None]) -> None:
+        """Calls a function on the engine's thread, after what was passed to the engine before."""
+        self._for_engine.append(call)
 
     def wake_engine(self) -> None:
         """Passes all new items to the engine: its thread needs the interpreter's lock from now on."""

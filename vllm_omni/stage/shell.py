@@ -8,8 +8,10 @@ import math
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from vllm_omni.distributed.inbound import Inbound
@@ -18,6 +20,8 @@ from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
     AliveMessage,
+    ControlMessage,
+    ControlResult,
     DataMessage,
     FaultMessage,
     InputMessage,
@@ -167,9 +171,24 @@ class StageShell:
                 self._inbound.drop_sender(message.instance_id)
             case PeerUpMessage():
                 self._requests.on_peer_up(message)
+            case ControlMessage():
+                self._requests.call_in_engine(partial(self._control, message))
             case ShutdownMessage():
                 self._engine.stop()
                 self._is_running = False
+
+    def _control(self, message: ControlMessage) -> None:
+        """Does a verb; on the engine's thread."""
+        answer = partial(ControlResult, instance_id=self._instance_id, number=message.number)
+        try:
+            value = msgspec.to_builtins(self._engine.control(message.verb), enc_hook=str)
+            result = answer(value=value)
+        except Exception as error:
+            self._log.warning("%s failed", type(message.verb).__name__, exc_info=error)
+            result = answer(
+                error=str(error) or type(error).__name__, invalid=isinstance(error, ValueError | NotImplementedError)
+            )
+        self._outbox.put(partial(self._sender.send, result))
 
     def _take_outbox(self) -> None:
         self._recorder.changed()

@@ -51,6 +51,11 @@ class FeedbackARModelRunner(OmniGPUModelRunner):
         assert isinstance(model, SupportsFeedback)
         self.strategy = model.make_feedback_strategy(self.scheduler_config.max_num_seqs)
 
+    def reset_encoder_cache(self) -> None:
+        super().reset_encoder_cache()
+        if self.strategy.sound_cache is not None:
+            self.strategy.sound_cache.clear()
+
     def discard_step(self) -> list[str]:
         return [*super().discard_step(), *self.slots.req_ids]
 

@@ -80,6 +80,10 @@ class DiffusionModelRunner:
         self.sample_rate = _find_sample_rate(pipe)
         self.prompt_cache = PromptCache(config.prompt_cache_bytes)
 
+    def check_adapter(self, name: str, path: str) -> None:
+        """Raises as `AdapterManager.check`."""
+        self._adapters.check(name, path)
+
     def start(self, job: DiffusionJob) -> JobEnd | None:
         """Calls the pipeline, up to its first module call. Returns the end of the job if it ends before.
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API server: vLLM's application with the endpoints that a pipeline supports, and ours."""
 
+import asyncio
 import logging
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -15,13 +17,15 @@ from starlette.datastructures import State
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
-from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry, OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.utils.counter import AtomicCounter
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai import (
+    abort_requests,
     chat,
     custom_voices,
     description,
@@ -51,13 +55,13 @@ STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/canc
 """Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
-        "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
-        "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", *STORED_PATHS,
+        abort_requests.PATH, "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+        *STORED_PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
 
-_ONE_ANSWER = "an answer of each stage's process; messages between processes go one way"
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 _RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
@@ -76,17 +80,18 @@ WITHHELD_PATHS: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}",
-            "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory",
-            "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
-            "/abort_requests", "/collective_rpc", "/server_info", "/init_weight_transfer_engine",
-            "/shutdown_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update",
-            "/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_info", "/weight_checker",
+            "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
+            "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
+            "/weight_info", "/weight_checker",
         ),
-        _ONE_ANSWER,
+        "weights of a stage that change while it runs, and that the next process of the stage has, too",
     ),
     **dict.fromkeys(
-        ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size", "/kv_event_sources"), _ONE_ENGINE
+        (
+            "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size",
+            "/kv_event_sources",
+        ),
+        _ONE_ENGINE
     ),
 }  # fmt: skip
 """vLLM's paths that a pipeline does not have, with what they need. `tests/entrypoints/openai/test_vllm_paths.py`
@@ -114,12 +119,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
     others = OWN_PATHS | WITHHELD_PATHS.keys()
+    has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
     texts = (chat, responses, messages)
     for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)
     app.include_router(router)
+    if has_operations:
+        app.include_router(abort_requests.router)
     refused = _refused_paths(client)
     removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]
@@ -212,7 +220,7 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
         raise StageConfigError("--lora-modules: no stage of this pipeline takes a request's adapter")
     names = args.served_model_name or [args.model]
     state.openai_serving_models = DiffusionModels(
-        [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
+        client, [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
     )
     state.openai_serving_chat = DiffusionChat(client, state, args)
 
@@ -246,15 +254,29 @@ def _refuse(app: FastAPI, path: str, message: str) -> None:
 
 
 class DiffusionModels(OpenAIModelRegistry):
-    """The names of a diffusion model and its adapters, in place of vLLM's `OpenAIServingModels`."""
+    """The names of a diffusion model and its adapters, in place of vLLM's `OpenAIServingModels`, which needs a vLLM
+    stage. Its methods that load and unload adapters are here, too."""
 
-    def __init__(self, base_model_paths: list[BaseModelPath], lora_modules: Sequence[LoRAModulePath] = ()) -> None:
+    load_lora_adapter = OpenAIServingModels.load_lora_adapter
+    unload_lora_adapter = OpenAIServingModels.unload_lora_adapter
+    _check_load_lora_adapter_request = OpenAIServingModels._check_load_lora_adapter_request
+    _check_unload_lora_adapter_request = OpenAIServingModels._check_unload_lora_adapter_request
+
+    def __init__(
+        self,
+        client: OmniEngineClient,
+        base_model_paths: list[BaseModelPath],
+        lora_modules: Sequence[LoRAModulePath] = (),
+    ) -> None:
         """
         Raises:
             StageConfigError: Two of the models and adapters have one name.
         """
         no_context_length: Any = SimpleNamespace(max_model_len=None)
         super().__init__(no_context_length, base_model_paths)
+        self.engine_client = client
+        self.lora_resolver_lock: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.lora_id_counter = AtomicCounter(len(lora_modules))
         for number, module in enumerate(lora_modules, start=1):
             if self.is_base_model(module.name) or module.name in self.lora_requests:
                 raise StageConfigError(f"--lora-modules: the name {module.name!r} is taken; give each adapter its own")
@@ -305,6 +327,9 @@ class HealthResponse(BaseModel):
 
     status: str = Field(description="`ok` if a replica of every stage is ready, else `unavailable`.", examples=["ok"])
     stages: list[StageStatus] = Field(description="All stages, in stage order.")
+    is_paused: bool | None = Field(
+        None, description="`true` while generation is paused: requests wait.", examples=[True]
+    )
 
 
 @router.get(
@@ -334,7 +359,8 @@ async def health(raw_request: Request) -> JSONResponse:
     ]
     ready = {replica.stage_id for replica in replicas if replica.state == "ready"}
     is_ok = not client.is_stopped and ready == {replica.stage_id for replica in replicas}
-    answer = HealthResponse(status="ok" if is_ok else "unavailable", stages=stages)
+    status = "ok" if is_ok else "unavailable"
+    answer = HealthResponse(status=status, stages=stages, is_paused=client.operations.is_paused() or None)
     return JSONResponse(
         answer.model_dump(exclude_none=True), HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE
     )

@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, Reque
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, flag
 from vllm_omni.entrypoints.openai.stage_params import check_grammar
 from vllm_omni.entrypoints.openai.voices import Voices
+from vllm_omni.entrypoints.operations import AsyncOperations, PipelineOperations
 from vllm_omni.entrypoints.request_builder import StageSamplingParams, make_sampling_params
 from vllm_omni.errors import InvalidRequestError, OmniError, PipelineClosedError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -105,23 +106,10 @@ class _UnsupportedEngineClient(EngineClient):
     """The part of `EngineClient` that only endpoints of other servers call."""
 
     encode = _unsupported("pooling")
-    start_profile = stop_profile = _unsupported("profiling")
-    reset_encoder_cache = reset_prefix_cache = _unsupported("resetting caches")
-    sleep = wake_up = release_kv_cache_memory = _unsupported("sleep mode")
-    pause_generation = resume_generation = _unsupported("pausing")
+    release_kv_cache_memory = _unsupported("giving back the memory of KV caches alone")
 
     async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
         """Stages do not transfer KV caches between engines."""
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def is_paused(self) -> bool:
-        return False
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """A stage loads an adapter with the first request that names it."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ class RecentRequests:
         return self._requests[owner].get(request_id)
 
 
-class OmniEngineClient(_UnsupportedEngineClient):
+class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):  # type: ignore[misc]  # Coroutine, not Awaitable
     """What vLLM's server calls in place of `AsyncLLM`.
 
     Attributes:
@@ -198,6 +186,11 @@ class OmniEngineClient(_UnsupportedEngineClient):
         else:
             self.vllm_config = VllmConfig()
         self.vllm_config.shutdown_timeout = int(shutdown_timeout)
+
+    @property
+    def operations(self) -> PipelineOperations:
+        """The pipeline's; vLLM's server calls its methods, as coroutines, here."""
+        return self.llm.operations
 
     @property
     def has_renderer(self) -> bool:
@@ -443,9 +436,6 @@ class OmniEngineClient(_UnsupportedEngineClient):
     def cancel_wait(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
         self._drain_guard.cancel_wait()
-
-    async def reset_mm_cache(self) -> None:
-        """There is none: media is preprocessed once, and no cache is shared with a stage's process."""
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:

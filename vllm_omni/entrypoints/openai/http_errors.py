@@ -25,6 +25,8 @@ from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
 
 from vllm_omni.errors import (
+    ControlError,
+    InvalidControlError,
     InvalidRequestError,
     OmniError,
     PipelineClosedError,
@@ -46,6 +48,7 @@ _TYPES = {"str", "int", "float", "bool", "bytes", "none", "dict", "list", "tuple
 
 _STATUS: dict[type[OmniError], HTTPStatus] = {
     InvalidRequestError: HTTPStatus.BAD_REQUEST,
+    InvalidControlError: HTTPStatus.BAD_REQUEST,
     PipelineFullError: HTTPStatus.TOO_MANY_REQUESTS,
     RequestTimeoutError: HTTPStatus.GATEWAY_TIMEOUT,
     StageDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -104,6 +107,8 @@ def to_http_error(error: OmniError | OmniHTTPError) -> OmniHTTPError:
     if isinstance(error, OmniHTTPError):
         return error
     status = next((_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
+    if isinstance(error, ControlError):  # The operator reads it.
+        return OmniHTTPError(str(error), status)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         return OmniHTTPError(_log_failure(error), status, is_final=isinstance(error, StageCrashError))
     if isinstance(error, PipelineFullError):

@@ -11,7 +11,9 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from vllm_omni.control import Freeze, Thaw, Verb
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
@@ -185,6 +187,7 @@ class StageEngine(ABC):
         self.step_timer = StepTimer()
         self.on_failure: Callable[[], None] = lambda: None
         self._is_stopping = False
+        self._is_frozen = False
 
     def abort(self, request_id: str) -> None:
         """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
@@ -222,8 +225,8 @@ class StageEngine(ABC):
                 self.step()
 
     def wait_for_work(self) -> bool:
-        """Reads the inbox; sleeps while there is no work. False when the engine must stop."""
-        while not self._is_stopping and not (self.inbox.empty() and self.has_work()):
+        """Reads the inbox; sleeps while there is no work, or the stage is frozen. False when the engine must stop."""
+        while not self._is_stopping and (self._is_frozen or not (self.inbox.empty() and self.has_work())):
             self._read(self.inbox.get())
         return not self._is_stopping
 
@@ -236,6 +239,24 @@ class StageEngine(ABC):
                 self._take_in(item)
             else:
                 item()
+
+    def control(self, verb: Verb) -> Any:
+        """Does what an operator asks for, between two steps; on the engine's thread.
+
+        Returns:
+            What the verb returns: plain data, but what is not is made text.
+
+        Raises:
+            ValueError: The stage does not know the verb, or an argument is wrong.
+            Exception: It could not be done.
+        """
+        match verb:
+            case Freeze():
+                self._is_frozen = True
+            case Thaw():
+                self._is_frozen = False
+            case _:
+                raise ValueError(f"this kind of stage does not know {type(verb).__name__}")
 
     @abstractmethod
     def has_work(self) -> bool:

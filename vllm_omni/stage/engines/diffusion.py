@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.control import AddLoRA, ResetEncoderCache, Verb
 from vllm_omni.diffusion.job import (
     Adapter,
     DiffusionJob,
@@ -106,6 +107,16 @@ class DiffusionStageEngine(StageEngine):
 
     def unbatched(self) -> list[str]:
         return self._executor.unbatched
+
+    def control(self, verb: Verb) -> Any:
+        match verb:
+            case AddLoRA():
+                self._executor.check_adapter(verb.lora_name, verb.lora_path)
+                return True
+            case ResetEncoderCache():
+                self._executor.forget_prompts()
+                return None
+        return super().control(verb)
 
     # Inbox.
 

@@ -10,10 +10,25 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from vllm.config import CompilationMode, VllmConfig
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 
+from vllm_omni.control import (
+    AddLoRA,
+    CollectiveRPC,
+    Freeze,
+    ResetEncoderCache,
+    ResetMMCache,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    Verb,
+    WakeUp,
+)
 from vllm_omni.core.sched.output import StepRecord
 from vllm_omni.engine.engine_args import USAGE_CONTEXT, create_engine_args
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
@@ -113,6 +128,54 @@ class LLMStageEngine(StageEngine):
 
     def metrics(self) -> list[MetricFamily]:
         return [] if self._engine.metrics is None else self._engine.metrics.families()
+
+    def control(self, verb: Verb) -> Any:
+        engine = self._engine
+        match verb:
+            case Freeze():
+                engine.collective_rpc("synchronize_device")
+                return super().control(verb)
+            case ResetPrefixCache():
+                return engine.reset_prefix_cache(verb.reset_running_requests, verb.reset_connector)
+            case ResetMMCache():
+                return engine.reset_mm_cache()
+            case ResetEncoderCache():
+                if self._requests:
+                    raise ValueError("requests that run need it; pause first")
+                return engine.reset_encoder_cache()
+            case StartProfile():
+                self._check_profiler()
+                prefix = "" if verb.profile_prefix is None else f"{verb.profile_prefix}_"
+                return engine.start_profile(
+                    f"{prefix}stage{self._stage_id}",  # The files of all stages are in one folder.
+                    delay_iterations=verb.delay_iterations,
+                    max_iterations=verb.max_iterations,
+                )
+            case StopProfile():
+                self._check_profiler()
+                return engine.stop_profile()
+            case AddLoRA():
+                if engine.vllm_config.lora_config is None:
+                    raise ValueError("it takes no LoRA adapters; set enable_lora: true")
+                return engine.add_lora(LoRARequest(**msgspec.structs.asdict(verb)))
+            case Sleep() | WakeUp():
+                return self._sleep_or_wake_up(verb)
+            case CollectiveRPC():
+                return engine.collective_rpc(verb.method, verb.timeout, tuple(verb.args), verb.kwargs)
+        return super().control(verb)
+
+    def _check_profiler(self) -> None:
+        if self._engine.vllm_config.profiler_config.profiler is None:
+            raise ValueError("it has no profiler; set profiler_config (--profiler-config)")
+
+    def _sleep_or_wake_up(self, verb: Sleep | WakeUp) -> bool | None:
+        if not self._engine.vllm_config.model_config.enable_sleep_mode:
+            raise ValueError("its memory cannot be given back; set enable_sleep_mode: true, which needs a GPU")
+        executor = self._engine.model_executor
+        if isinstance(verb, Sleep):
+            return executor.sleep(verb.level)
+        executor.wake_up(verb.tags)
+        return not executor.is_sleeping
 
     # Inbox.
 

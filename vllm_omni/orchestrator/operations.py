@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator asks of a running pipeline: verbs for its stages, and a pause of all of them.
+
+Belongs to the orchestrator's thread. Does not depend on sockets or processes.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni.control import AnyVerb, Freeze, Thaw
+from vllm_omni.distributed.messages import ControlMessage, ControlResult
+from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError
+from vllm_omni.launch.stage_handle import StageHandle
+
+
+@dataclass
+class _Call:
+    """A verb, and the replicas that have to do it.
+
+    Attributes:
+        deadline: As `time.monotonic()`.
+        waiting: Those that have not answered.
+        answers: Those of the others, by instance id.
+    """
+
+    verb: AnyVerb
+    stages: Sequence[StageHandle]
+    deadline: float
+    result: Future[list[Any]] = field(default_factory=Future)
+    waiting: set[int] = field(default_factory=set)
+    answers: dict[int, ControlResult] = field(default_factory=dict)
+
+
+class Operations:
+    """Sends verbs to replicas, one verb after the other, and gathers their answers.
+
+    A replica that dies fails the verb that it was told. One that starts while the pipeline is frozen is frozen, too.
+
+    Attributes:
+        is_frozen: The last of `Freeze` and `Thaw` was `Freeze`.
+    """
+
+    def __init__(self, stages: Mapping[int, StageHandle]) -> None:
+        """`stages`: by instance id."""
+        self._stages = stages
+        self._numbers = itertools.count(1)
+        self._number = 0
+        self._calls: deque[_Call] = deque()  # the first one runs
+        self.is_frozen = False
+
+    @property
+    def due(self) -> float:
+        """When `on_timer` must be called (`time.monotonic()`)."""
+        return self._calls[0].deadline if self._calls else math.inf
+
+    def call(self, verb: AnyVerb, stage_ids: Sequence[int], timeout: float, result: Future[list[Any]]) -> None:
+        """
+        Args:
+            stage_ids: All replicas of these stages have to do it.
+            timeout: Seconds until they must have done it, from its begin.
+            result: Gets what each returns, in the order of the replicas, or a `ControlError`.
+        """
+        stages = [stage for stage in self._stages.values() if stage.stage_id in stage_ids]
+        self._calls.append(_Call(verb, stages, timeout, result))
+        if len(self._calls) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        while self._calls:
+            call = self._calls[0]
+            call.deadline += time.monotonic()
+            self._number = next(self._numbers)
+            if isinstance(call.verb, Freeze | Thaw):  # A replica that restarts follows when it is ready.
+                self.is_frozen = isinstance(call.verb, Freeze)
+                call.stages = [stage for stage in call.stages if stage.is_up]
+            down = next((stage for stage in call.stages if not stage.is_up), None)
+            if down is not None:
+                self._fail(f"{down.label} is {down.state.value}: nothing was done; try again when it is ready")
+                continue
+            call.waiting = {stage.instance_id for stage in call.stages}
+            for stage in call.stages:
+                stage.send(ControlMessage(number=self._number, verb=call.verb))
+            if call.waiting:
+                return
+            self._calls.popleft().result.set_result([])
+
+    def on_result(self, stage: StageHandle, message: ControlResult) -> None:
+        if message.number != self._number or not self._calls:
+            return  # Of a verb that took too long, or of one that nobody waits for.
+        call = self._calls[0]
+        call.waiting.discard(stage.instance_id)
+        call.answers[stage.instance_id] = message
+        if call.waiting:
+            return
+        answers = [call.answers[each.instance_id] for each in call.stages]
+        error = next((answer for answer in answers if answer.error), None)
+        if error is None:
+            self._calls.popleft().result.set_result([answer.value for answer in answers])
+        else:
+            text = f"{self._stages[error.instance_id].label}: {error.error}"
+            self._fail(text, InvalidControlError if error.invalid else ControlError)
+        self._begin()
+
+    def on_stage_down(self, stage: StageHandle) -> None:
+        if self._calls and stage.instance_id in self._calls[0].waiting:
+            self._fail(f"{stage.label} died before it had done it: {stage.death}")
+            self._begin()
+
+    def on_stage_up(self, stage: StageHandle) -> None:
+        if self.is_frozen:
+            stage.send(ControlMessage(number=0, verb=Freeze()))
+
+    def on_timer(self, now: float) -> None:
+        if self._calls and self._calls[0].deadline <= now:
+            labels = [self._stages[instance_id].label for instance_id in sorted(self._calls[0].waiting)]
+            self._fail(f"{', '.join(labels)} did not answer in time; it may do it later")
+            self._begin()
+
+    def close(self, reason: str) -> None:
+        """Ends all calls."""
+        while self._calls:
+            self._calls.popleft().result.set_exception(PipelineClosedError(reason))
+
+    def _fail(self, text: str, kind: type[ControlError] = ControlError) -> None:
+        """Ends the first call, and no other begins."""
+        call = self._calls.popleft()
+        self._number = 0
+        call.result.set_exception(kind(f"{type(call.verb).__name__}: {text}"))

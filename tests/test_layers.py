@@ -41,6 +41,7 @@ ORDER = (
     "payloads",
     "sampling_params",
     "config",
+    "control",
     "vllm_requirement",
     "vllm_versions",
     "vllm_protocol",

@@ -158,10 +158,10 @@ class TestPause:
             ((ended, event),) = caller.wait(1).items()
             assert (ended, texts(event)) == (runs, ["runs>quick>slow"])
             assert caller.events.empty()
-            caller.orchestrator.resume()
+            caller.orchestrator.resume().result(TIMEOUT_S)
+            assert not caller.orchestrator.is_paused
             ((ended, event),) = caller.wait(1).items()
             assert (ended, texts(event)) == (waits, ["waits>quick>slow"])
-            assert not caller.orchestrator.is_paused
 
     def test_requests_that_run_are_aborted(self) -> None:
         with running(*STAGES) as caller:

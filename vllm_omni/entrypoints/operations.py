@@ -81,7 +81,7 @@ class PipelineOperations:
     def resume_generation(self) -> None:
         """Goes on after `pause_generation`."""
         self._ask(Thaw())
-        self._pipeline.orchestrator.resume()
+        self._pipeline.orchestrator.resume().result()
 
     def is_paused(self) -> bool:
         """Whether generation is paused."""
@@ -98,10 +98,10 @@ class PipelineOperations:
         if level not in (0, 1, 2):
             raise InvalidControlError(f"level: {level} is not 0, 1 or 2")
         if level > 0:
-            self._check_any(Sleep)
+            self._check_sleep_mode()
         self.pause_generation(mode=mode, clear_cache=level > 0)
-        self._is_asleep = True
         if level > 0:
+            self._is_asleep = True
             if mode == "keep":  # They are computed again.
                 self._ask(ResetPrefixCache(reset_running_requests=True))
             self._ask(Sleep(level=level))
@@ -120,9 +120,9 @@ class PipelineOperations:
             raise InvalidControlError(f"tags: {', '.join(unknown)}: there are weights, kv_cache and scheduling")
         memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
         awake: list[bool] = []
-        if self._has_sleep_mode and memory != []:
+        if self._is_asleep and memory != []:
             awake = self._ask(WakeUp(tags=memory))
-        self._is_asleep = not all(awake)
+        self._is_asleep = self._is_asleep and not (awake and all(awake))
         if not self._is_asleep:
             self.resume_generation()
         return not self._is_asleep
@@ -131,9 +131,15 @@ class PipelineOperations:
         """Whether it sleeps, at any level, or is paused."""
         return self._is_asleep or self.is_paused()
 
-    @property
-    def _has_sleep_mode(self) -> bool:
-        return any(stage.engine_args.get("enable_sleep_mode") for stage in self._pipeline.config.stage_args)
+    def _check_sleep_mode(self) -> None:
+        self._check_any(Sleep)
+        stages = [stage for stage in self._pipeline.config.stage_args if Sleep in stage.kind.verbs]
+        lacking = [stage.label for stage in stages if not stage.engine_args.get("enable_sleep_mode")]
+        if lacking:
+            raise InvalidControlError(
+                f"sleep: the memory of {', '.join(lacking)} cannot be given back; set enable_sleep_mode: true, which "
+                "needs a GPU, or use level 0"
+            )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets prefixes, and the rows that are kept with them.

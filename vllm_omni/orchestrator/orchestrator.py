@@ -221,14 +221,17 @@ class Orchestrator:
         self._command(pause)
         return drained
 
-    def resume(self) -> None:
-        """Starts requests again."""
+    def resume(self) -> Future[None]:
+        """Starts requests again. Returns: done when it does."""
+        resumed = _future()
 
         def resume() -> None:
             self._router.is_paused = False
             self._end_drained()
+            resumed.set_result(None)
 
         self._command(resume)
+        return resumed
 
     @property
     def is_paused(self) -> bool:

@@ -184,10 +184,10 @@ class StageShell:
             value = msgspec.to_builtins(self._engine.control(message.verb), enc_hook=str)
             result = answer(value=value)
         except Exception as error:
-            self._log.warning("%s failed", type(message.verb).__name__, exc_info=error)
-            result = answer(
-                error=str(error) or type(error).__name__, invalid=isinstance(error, ValueError | NotImplementedError)
-            )
+            is_invalid = isinstance(error, ValueError | NotImplementedError)
+            if not is_invalid:
+                self._log.error("%s failed", type(message.verb).__name__, exc_info=error)
+            result = answer(error=str(error) or type(error).__name__, invalid=is_invalid)
         self._outbox.put(partial(self._sender.send, result))
 
     def _take_outbox(self) -> None:

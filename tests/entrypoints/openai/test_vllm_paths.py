@@ -12,6 +12,7 @@ from vllm.entrypoints.launchers.app import build_app
 
 from tests.entrypoints.openai.media_apps import app_of, send, server_args
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai import abort_requests
 from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
@@ -20,6 +21,12 @@ AS_VLLM = {
     "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/load", "/version", "/metrics", "/tokenize",
     "/detokenize", "/v1/models", "/v1/chat/completions/batch",
 }  # fmt: skip
+OPERATION = {
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}", "/pause", "/resume",
+    "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/reset_mm_cache",
+    "/reset_encoder_cache", "/collective_rpc", "/server_info", "/start_profile", "/stop_profile",
+}  # fmt: skip
+"""vLLM's own, in its development mode, and with its other options for operators."""
 NOT_ALWAYS = {"/start_profile", "/stop_profile", "/v1/decisions"}
 """Of vLLM's application with a profiler; of 0.33."""
 
@@ -39,12 +46,13 @@ def test_every_path_of_vllm_has_a_place(tiny_qwen3_omni_moe: Path) -> None:
     options = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with mock.patch.dict(os.environ, options):
         app = build_app(server_args(tiny_qwen3_omni_moe), ("generate", "transcription"), None)
-    assert paths_of(app) | NOT_ALWAYS == AS_VLLM | OWN_PATHS | WITHHELD_PATHS.keys()
+    assert paths_of(app) | NOT_ALWAYS == AS_VLLM | OPERATION | OWN_PATHS | WITHHELD_PATHS.keys()
 
 
 def test_what_is_withheld_is_not_found(omni_app: FastAPI) -> None:
-    assert not paths_of(omni_app) & WITHHELD_PATHS.keys() and paths_of(omni_app) >= AS_VLLM | OWN_PATHS
-    assert send(omni_app, "POST", "/sleep").status_code == 404
+    assert not paths_of(omni_app) & WITHHELD_PATHS.keys()
+    assert paths_of(omni_app) >= AS_VLLM | OWN_PATHS - {abort_requests.PATH}
+    assert {send(omni_app, "POST", path).status_code for path in ("/sleep", "/abort_requests")} == {404}
 
 
 def test_a_diffusion_model_answers_as_its_chat_would(image_app: FastAPI) -> None:

@@ -144,7 +144,7 @@ class RecentRequests:
         return self._requests[owner].get(request_id)
 
 
-class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):  # type: ignore[misc]  # Coroutine, not Awaitable
+class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
     """What vLLM's server calls in place of `AsyncLLM`.
 
     Attributes:

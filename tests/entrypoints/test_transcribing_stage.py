@@ -30,8 +30,8 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/audio/transcriptions"
-BEFORE = "<|startoftranscript|><|prev|>a red cat"
-"""What vLLM puts before the prompt of a request with this `prompt`."""
+BEFORE = "<|startofprev|> a red cat"
+"""What stands before the prompt of a request with this `prompt`."""
 SHORT, OTHER, LONG = make_sound(0, 1.7), make_sound(1, 2.3), make_sound(2, 2.5 * CLIP_S)
 
 

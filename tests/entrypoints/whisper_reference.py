@@ -10,6 +10,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import split_audio
 
 from vllm_omni.engine.transcription import CUT_SHARE, PAUSE_S, without_times
+from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio
 from vllm_omni.testing.tiny.whisper import CLIP_S
 
@@ -18,8 +19,9 @@ NUM_TOKENS = 24
 
 
 def make_sound(seed: int, seconds: float) -> np.ndarray:
-    """float32 `[samples]` of `SAMPLE_RATE`."""
-    return make_audio(seed, seconds).astype(np.float32)
+    """float32 `[samples]` of `SAMPLE_RATE`, of 16 bits, so that a file has them exactly: two tokens of random weights may
+    be nearly as likely."""
+    return (to_pcm16(make_audio(seed, seconds)) / 32768).astype(np.float32)
 
 
 def split(sound: np.ndarray) -> list[np.ndarray]:

@@ -21,10 +21,10 @@ from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import SupportsTranscription, supports_transcription
 from vllm.multimodal.audio import resample_audio_pyav, split_audio
 from vllm.multimodal.processing import EncDecMultiModalProcessor
-from vllm.renderers import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
+from vllm_omni.engine.input_processor import BaseRenderer
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import TranscriptionParameters
 

@@ -29,9 +29,9 @@ from vllm.entrypoints.speech_to_text.translation.serving import OpenAIServingTra
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.logprobs import Logprob
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni.engine.input_processor import parse_model_prompt
 from vllm_omni.engine.transcription import (
     TIME_STEP_S,
     ClipText,

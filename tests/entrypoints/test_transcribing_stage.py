@@ -102,7 +102,8 @@ def test_a_long_sound_is_read_in_clips(llm: OmniLLM, reference: WhisperReference
     texts = transcribe(llm, LONG, SHORT, language="en")
     assert texts == [reference.transcribe(sound, "en") for sound in (LONG, SHORT)]
     (output,) = llm.generate(prompt(LONG), [None, None, {"language": "en"}], use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == output.stage_metrics[0].num_output_tokens == len(split(LONG)) * NUM_TOKENS
+    num_tokens = len(split(LONG)) * NUM_TOKENS
+    assert len(output.outputs[0].token_ids) == output.stage_metrics[0].num_output_tokens == num_tokens
     assert output.outputs[0].finish_reason == "length"
 
 

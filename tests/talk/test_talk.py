@@ -43,7 +43,7 @@ def talk(checkpoint: Path) -> Iterator[OmniLLM]:
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"[a-z']+", text.lower().replace("-", " "))
+    return re.findall(r"[a-z']+", text.lower().replace("-", " ").replace("mr.", "mister"))
 
 
 def num_wrong(expected: list[str], heard: list[str]) -> int:

@@ -35,6 +35,8 @@ PAUSE_S = 0.2
 """Of the pause; vLLM's is half of that, and is found within words."""
 _MAX_NO_SPEECH, _MIN_LOGPROB = 0.6, -1.0
 """Whisper's own: a clip has no words if the probability of no speech is above, and the mean of its tokens below."""
+_SILENCE = 1 / 32768
+"""No sample of digital silence is louder. In it Whisper's English models find " you" too likely for their own rule."""
 _NUM_LIKELIEST = 20
 """Tokens of a position of the prompt that vLLM returns; one above `_MAX_NO_SPEECH` is the first."""
 _UNLIKELY = -100.0
@@ -138,6 +140,7 @@ class Transcription:
         self.seconds = sum(lengths)
         self.starts = [sum(lengths[:index]) for index in range(len(lengths))]
         self._has_text = False
+        self._num_begun = 0
         self.begin_clip()
 
     def _split(self, sound: np.ndarray) -> Sequence[np.ndarray]:
@@ -231,12 +234,14 @@ class Transcription:
         return text
 
     def begin_clip(self) -> None:
-        self.clip = self.clip_text()
+        self.clip = self.clip_text(self._num_begun)
+        self._num_begun += 1
         self._is_clip_empty = True
 
-    def clip_text(self) -> "ClipText":
+    def clip_text(self, index: int) -> "ClipText":
         """What reads the text of a clip."""
-        return ClipText(self.vocabulary, self._model.get_streaming_post_processor_cls()())
+        is_silent = index < len(self.clips) and float(np.abs(self.clips[index]).max()) <= _SILENCE
+        return ClipText(self.vocabulary, self._model.get_streaming_post_processor_cls()(), is_silent)
 
 
 def keep_prompts(renderer: BaseRenderer) -> None:
@@ -268,7 +273,11 @@ class ClipText:
         is_silent: Nobody speaks.
     """
 
-    def __init__(self, vocabulary: TimedVocabulary | None, post_processor: Any) -> None:
+    def __init__(self, vocabulary: TimedVocabulary | None, post_processor: Any, is_silent: bool = False) -> None:
+        """
+        Args:
+            is_silent: The clip is digital silence.
+        """
         self._vocabulary = vocabulary
         self._post_processor = post_processor
         self._held = ""
@@ -276,7 +285,7 @@ class ClipText:
         self._num_tokens = 0
         self.text = ""
         self.no_speech_prob = 0.0
-        self.is_silent = False
+        self.is_silent = is_silent
 
     def take(self, output: Any) -> str:
         """
@@ -294,10 +303,10 @@ class ClipText:
             self.no_speech_prob = _no_speech_prob(output, self._vocabulary)
         self._held += without_times(text)
         self._add_logprobs(completion)
-        if self.no_speech_prob > _MAX_NO_SPEECH:
+        if self.is_silent or self.no_speech_prob > _MAX_NO_SPEECH:
             if not output.finished:
                 return ""
-            self.is_silent = self._logprob <= _MIN_LOGPROB * max(self._num_tokens, 1)
+            self.is_silent = self.is_silent or self._logprob <= _MIN_LOGPROB * max(self._num_tokens, 1)
         if self.is_silent:
             self._held = ""
         text, self._held = self._held if self.text else self._held.lstrip(), ""

@@ -156,7 +156,7 @@ class _ClipClient:
         transcription = self._handler.transcription
         if transcription.vocabulary is None:
             return self._client.generate(prompt, params, request_id, **options)
-        clip = transcription.clip_text()
+        clip = transcription.clip_text(len(self._handler._clips))
         self._handler._clips.append(clip)
         params = transcription.with_settings(params)
         return _read(self._client.generate(prompt, params, request_id, **options), clip)

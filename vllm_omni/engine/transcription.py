@@ -156,7 +156,7 @@ class Transcription:
 
     @property
     def separator(self) -> str:
-        """Between the texts of two clips."""
+        """What stands between the texts of two clips."""
         return asr_inter_chunk_separator(self.language, self._model.no_space_languages)
 
     @property
@@ -194,7 +194,7 @@ class Transcription:
         return made
 
     def _with_context(self, prompt: str, context: str) -> str:
-        """In place of `<|prev|>`, which vLLM writes before the context and no vocabulary has."""
+        """The prompt behind its context. vLLM writes `<|prev|>` before the context, which no vocabulary has."""
         if self._is_english_only:
             prompt = prompt.replace(f"<|{self.language}|><|{self._parameters.task}|>", "")
         if self._writes_times:
@@ -326,7 +326,7 @@ def without_times(text: str) -> str:
 
 
 def _no_speech_prob(output: Any, vocabulary: TimedVocabulary) -> float:
-    """Of the engine's first output for a clip."""
+    """The probability of no speech, in the engine's first output for a clip."""
     backwards = list(output.prompt_token_ids)[::-1]  # A context may have the same token.
     found = output.prompt_logprobs[-backwards.index(vocabulary.start)].get(vocabulary.no_speech)
     return float(np.exp(found.logprob)) if found is not None else 0.0

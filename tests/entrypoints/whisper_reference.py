@@ -9,6 +9,8 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import split_audio
 
+from vllm_omni.engine.transcription import CUT_SHARE, PAUSE_S, without_times
+from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio
 from vllm_omni.testing.tiny.whisper import CLIP_S
 
@@ -17,8 +19,16 @@ NUM_TOKENS = 24
 
 
 def make_sound(seed: int, seconds: float) -> np.ndarray:
-    """float32 `[samples]` of `SAMPLE_RATE`."""
-    return make_audio(seed, seconds).astype(np.float32)
+    """float32 `[samples]` of `SAMPLE_RATE`, of 16 bits, so that a file has them as they are: of random weights, two
+    tokens may be nearly as likely."""
+    return (to_pcm16(make_audio(seed, seconds)) / 32768).astype(np.float32)
+
+
+def split(sound: np.ndarray) -> list[np.ndarray]:
+    """The clips of a sound: whole, or cut at a pause in the last third."""
+    if len(sound) <= CLIP_S * SAMPLE_RATE:
+        return [sound]
+    return split_audio(sound, SAMPLE_RATE, CLIP_S, CLIP_S * CUT_SHARE, int(PAUSE_S * SAMPLE_RATE))
 
 
 class WhisperReference:
@@ -45,12 +55,9 @@ class WhisperReference:
         return max(ids, key=lambda code: logits[ids[code]])
 
     def transcribe(self, sound: np.ndarray, language: str, task: str = "transcribe", before: str = "") -> str:
-        """The text of a sound of any length, in the clips of vLLM's server."""
+        """The text of a sound of any length, without times."""
         prompt = f"{before}<|startoftranscript|><|{language}|><|{task}|><|notimestamps|>"
-        clips = [sound]
-        if len(sound) > CLIP_S * SAMPLE_RATE:
-            clips = split_audio(sound, SAMPLE_RATE, CLIP_S, overlap_duration_s=1, min_energy_window_size=1600)
-        return " ".join(self.write(clip, prompt) for clip in clips)
+        return " ".join(without_times(self.write(clip, prompt)).strip() for clip in split(sound))
 
     @torch.no_grad()
     def _logits(self, clip: np.ndarray, ids: torch.Tensor) -> torch.Tensor:

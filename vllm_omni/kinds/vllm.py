@@ -162,6 +162,10 @@ class Transcribing(Autoregressive):
     def accepts_input(self) -> bool:
         return not self.stage.engine_input_source
 
+    @property
+    def replaceable_by(self) -> str | None:
+        return "function" if self.accepts_input else None
+
     def check(self) -> None:
         super().check()
         where = self.stage.label

@@ -46,7 +46,11 @@ OMNI_CONFIGS: dict[str, str] = {
 OMNI_PIPELINES: dict[str, str] = {"GlmImagePipeline": "glm_image"}
 """By the class in `model_index.json`: names of stage configurations, for diffusers checkpoints with several stages."""
 
-MADE_CHECKPOINTS: dict[str, str] = {"SmolLM2-135M-Instruct": "vllm_omni.talk.weights:language_model"}
+MADE_CHECKPOINTS: dict[str, str] = {
+    "SmolLM2-135M-Instruct": "vllm_omni.talk.weights:language_model",
+    "whisper-base": "vllm_omni.talk.whisper:base",
+    "whisper-tiny.en": "vllm_omni.talk.whisper:tiny_english",
+}
 """By the name in a stage configuration: functions that make a checkpoint of what other packages have."""
 
 STAGE_KINDS: dict[str, str] = {

@@ -267,6 +267,7 @@ class RequestRecord:
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 num_cached_tokens=piece.num_cached_tokens if completion is completions[0] else None,
+                prompt_logprobs=piece.prompt_logprobs if completion is completions[0] else None,
                 is_last=piece.is_last and completion is completions[-1],
             )
             for completion in completions

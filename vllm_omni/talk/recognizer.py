@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recognizer of `talk`: PocketSphinx with its own English models."""
+"""Another recognizer for `talk`: PocketSphinx with its own English models, without a vLLM engine."""
 
 from collections.abc import Mapping
 from typing import Any

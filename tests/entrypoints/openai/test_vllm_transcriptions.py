@@ -3,6 +3,8 @@
 
 import asyncio
 import base64
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,9 @@ from tests.entrypoints.conftest import as_async, start
 from tests.entrypoints.fake_pipelines import is_idle, submissions
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
-from tests.entrypoints.whisper_reference import NUM_TOKENS, WhisperReference, make_sound
+from tests.entrypoints.whisper_reference import NUM_TOKENS, WhisperReference, make_sound, split
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.engine.transcription import without_times
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.vllm_transcriptions import as_srt, as_vtt
@@ -57,8 +60,9 @@ def app(llm: AsyncOmniLLM, whisper: Path) -> FastAPI:
 
 @pytest.fixture(scope="module")
 def reference(whisper: Path) -> Callable[[str], str]:
-    """The text that HF transformers' Whisper writes after a prompt."""
-    return partial(WhisperReference(whisper).write, make_sound(0, 1.7))
+    """The text that HF transformers' Whisper writes after a prompt, without times."""
+    write = partial(WhisperReference(whisper).write, make_sound(0, 1.7))
+    return lambda prompt: without_times(write(prompt)).strip()
 
 
 def post(app: FastAPI, path: str = PATH, file: bytes = SOUND, **fields: Any) -> Any:
@@ -73,10 +77,10 @@ def test_the_text_is_that_of_transformers(app: FastAPI, reference: Callable[[str
         return german, text, (await client.audio.translations.create(**fields, extra_body={"language": "de"})).text
 
     german, text, translated = use(app, main)
-    assert german.text == reference("<|startoftranscript|><|de|><|transcribe|><|notimestamps|>") != ""
+    assert german.text == reference("<|startoftranscript|><|de|><|transcribe|><|0.00|>") != ""
     assert german.usage.type == "duration" and german.usage.seconds == 2
-    assert text == reference("<|startoftranscript|><|en|><|transcribe|><|notimestamps|>")
-    assert translated == reference("<|startoftranscript|><|de|><|translate|><|notimestamps|>")
+    assert text == reference("<|startoftranscript|><|en|><|transcribe|><|0.00|>")
+    assert translated == reference("<|startoftranscript|><|de|><|translate|><|0.00|>")
 
 
 def test_a_stream_of_openais_events(app: FastAPI) -> None:
@@ -89,7 +93,7 @@ def test_a_stream_of_openais_events(app: FastAPI) -> None:
     whole, (*deltas, done) = use(app, main)
     assert {event.type for event in deltas} == {"transcript.text.delta"} and len(deltas) > 2
     assert done.type == "transcript.text.done" and done.text == "".join(event.delta for event in deltas) == whole.text
-    assert done.usage.output_tokens == 3 * NUM_TOKENS  # A sound of three clips.
+    assert done.usage.output_tokens == len(split(make_sound(0, 2.5 * CLIP_S))) * NUM_TOKENS
 
 
 def test_times_in_all_formats(app: FastAPI) -> None:
@@ -104,12 +108,61 @@ def test_times_in_all_formats(app: FastAPI) -> None:
     verbose = use(app, main)
     assert verbose.duration == pytest.approx(2.5 * CLIP_S) and verbose.language.isalpha()
     assert [segment.id for segment in verbose.segments] == list(range(len(verbose.segments)))
+    assert verbose.text == post(app, file=LONG_SOUND).json()["text"] != ""
+    assert "".join(segment.text for segment in verbose.segments).split() == verbose.text.split()
+    assert verbose.segments[0].start == 0 and verbose.segments[-1].end <= verbose.duration + 0.001
     segments = [segment.model_dump() for segment in verbose.segments]
     srt, vtt = (post(app, file=LONG_SOUND, response_format=name) for name in ("srt", "vtt"))
     assert (srt.text, vtt.text) == (as_srt(segments), as_vtt(segments))
     assert {answer.headers["content-type"] for answer in (srt, vtt)} == {"text/plain; charset=utf-8"}
     translated = post(app, TRANSLATIONS, response_format="verbose_json", language="de").json()
     assert (translated["task"], translated["language"]) == ("translate", "german")
+
+
+def test_the_prompt_stands_behind_the_token_for_it(app: FastAPI, reference: Callable[[str], str]) -> None:
+    start = "<|startoftranscript|><|de|><|transcribe|><|0.00|>"
+    assert post(app, language="de", prompt="a red cat").json()["text"] == reference(f"<|startofprev|> a red cat{start}")
+    assert post(app, language="de", prompt=" ").json()["text"] == reference(start)
+
+
+def test_what_follows_the_last_time_is_a_segment_too(app: FastAPI) -> None:
+    """Random weights close few segments: most of the text is behind the last time."""
+    verbose = post(app, response_format="verbose_json", language="de").json()
+    assert verbose["segments"][-1]["end"] == pytest.approx(1.7, abs=0.011)
+    assert 0 <= verbose["segments"][0]["no_speech_prob"] <= 1
+
+
+def test_a_tokenizer_without_times_writes_none(whisper: Path, tmp_path: Path) -> None:
+    shutil.copytree(whisper, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if without_times(t["content"])]
+    path.write_text(json.dumps(tokenizer))
+    with start(tmp_path) as llm:
+        client = OmniEngineClient(as_async(llm))
+        client.default_sampling_params["max_tokens"] = NUM_TOKENS
+        app = app_of(client, tmp_path)
+        refused = post(app, response_format="srt")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+        assert post(app, language="de").json()["text"]
+
+
+def test_a_model_of_english_alone_is_not_asked_for_its_language(whisper: Path, tmp_path: Path) -> None:
+    shutil.copytree(whisper, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_multilingual": False}))
+    write = partial(WhisperReference(tmp_path).write, make_sound(0, 1.7))
+    with start(tmp_path) as llm:
+        client = OmniEngineClient(as_async(llm))
+        client.default_sampling_params["max_tokens"] = NUM_TOKENS
+        app = app_of(client, tmp_path)
+        text = post(app).json()["text"]
+        assert text == without_times(write("<|startoftranscript|><|0.00|>")).strip()
+        assert post(app, language="en").json()["text"] == text
+        assert post(app, response_format="verbose_json").json()["language"] == "english"
+        for path_, fields, param in ((PATH, {"language": "de"}, "language"), (TRANSLATIONS, {}, "model")):
+            refused = post(app, path_, **fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_subtitles() -> None:

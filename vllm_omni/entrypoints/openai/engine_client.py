@@ -317,7 +317,9 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
         has_media: bool,
     ) -> AsyncGenerator[EngineOutput, None]:
         assert self.stage is not None
-        prompt_token_ids = cast("list[int]", prompt.get("prompt_token_ids") or [])
+        # Of an encoder's and a decoder's prompt it is the decoder's.
+        read = cast("Mapping[str, Any]", prompt.get("decoder_prompt", prompt))
+        prompt_token_ids = cast("list[int]", read.get("prompt_token_ids") or [])
         output: RequestOutput | None = None
         try:
             async with aclosing(events):
@@ -477,7 +479,7 @@ def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list
         request_id,
         None,
         prompt_token_ids,
-        None,
+        event.prompt_logprobs,
         [completion],
         finished=event.is_last,
         num_cached_tokens=event.num_cached_tokens,

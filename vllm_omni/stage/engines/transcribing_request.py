@@ -9,7 +9,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.config.utils import convert
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.engine.transcription import Transcription
+from vllm_omni.engine.transcription import Transcription, keep_prompts
+from vllm_omni.errors import InvalidRequestError
 from vllm_omni.function_stage import SOUND_RATE
 from vllm_omni.inputs import TranscriptionParameters
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
@@ -46,14 +47,18 @@ class TranscribingRequest(LLMRequest):
         return engine_id.rpartition("/")[0]
 
     def start(self, item: NewRequest) -> Items:
+        keep_prompts(self._engine.renderer)
         (source,) = item.sources.values()
-        self._transcription = Transcription(
-            self._engine.model_config,
-            self._engine.get_tokenizer(),
-            source.tensors["audio"].numpy(),
-            SOUND_RATE,
-            convert(item.request.parameters, TranscriptionParameters),
-        )
+        try:
+            self._transcription = Transcription(
+                self._engine.model_config,
+                self._engine.get_tokenizer(),
+                source.tensors["audio"].numpy(),
+                SOUND_RATE,
+                convert(item.request.parameters, TranscriptionParameters),
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error), self.request_id) from error
         if self._transcription.needs_language:
             self._add(_LANGUAGE, *self._transcription.language_prompt())
         else:
@@ -80,6 +85,7 @@ class TranscribingRequest(LLMRequest):
             assert self._request.sampling_params is not None
             params = copy.copy(self._request.sampling_params)
             params.output_kind = RequestOutputKind.DELTA if self._streams_output else RequestOutputKind.FINAL_ONLY
+            params = self._transcription.with_settings(params)
             self._add(str(self._num_started), self._transcription.prompt(self._num_started), params)
             self._num_started += 1
 
@@ -111,10 +117,15 @@ class TranscribingRequest(LLMRequest):
         (completion,) = piece.completions
         if completion.finish_reason == "length":
             self._finish_reason = "length"
-        text = self._transcription.add(completion.text, output.finished)
-        completion = Completion(text=text, token_ids=completion.token_ids, logprobs=completion.logprobs)
+        asked = self._request.sampling_params
+        assert asked is not None
+        logprobs = completion.logprobs if asked.logprobs is not None else None
+        text = self._transcription.add(output)
+        completion = Completion(text=text, token_ids=completion.token_ids, logprobs=logprobs)
         if self._num_written:  # The prompt of the stage's output is that of the first clip.
             piece = msgspec.structs.replace(piece, prompt_token_ids=[], prompt_logprobs=None, num_cached_tokens=None)
+        elif asked.prompt_logprobs is None:
+            piece = msgspec.structs.replace(piece, prompt_logprobs=None)
         return msgspec.structs.replace(piece, completions=[completion])
 
     def _end(self) -> StageOutput:

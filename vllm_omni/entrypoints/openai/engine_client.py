@@ -234,6 +234,7 @@ class OmniEngineClient(_UnsupportedEngineClient):
                 request_id,
                 release_when_sent=context.release_when_sent,
                 place=context.take_place(),
+                count_unread=context.count_unread,
                 request_fields=fields,
                 **options,
             )

@@ -30,11 +30,11 @@ def test_a_client_and_all_have_limits() -> None:
     budget = SessionBudget(RealtimeLimits(max_total_realtime_bytes=100))
     share, other, third = (budget.share(client) for client in (b"one", b"other", b"third"))
     share.set(50)
-    with pytest.raises(PipelineFullError, match="more than 50 bytes .--max-client-realtime-bytes"):
+    with pytest.raises(PipelineFullError, match=r"more than 50 bytes \(--max-client-realtime-bytes"):
         share.set(51)
     assert share.num_bytes == budget.num_bytes == 50
     other.set(50)
-    with pytest.raises(PipelineFullError, match="more than 100 bytes .--max-total-realtime-bytes"):
+    with pytest.raises(PipelineFullError, match=r"more than 100 bytes \(--max-total-realtime-bytes"):
         third.set(1)
     share.set(10)
     third.set(40)

@@ -31,11 +31,11 @@ class InputBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of the sound, int16."""
+        """The bytes of the sound, int16."""
         return 2 * self._num_samples
 
     def num_bytes_of(self, data: bytes) -> int:
-        """Those that encoded sound takes here."""
+        """The bytes that encoded sound takes here."""
         return 2 * len(data) // self.format.num_bytes
 
     @property

@@ -13,6 +13,7 @@ A request's events have increasing sequence numbers. Exactly one event, the last
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from sys import getsizeof
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,8 @@ from vllm.logprobs import Logprob
 
 from vllm_omni.errors import RequestError
 from vllm_omni.outputs import OmniRequestOutput
+
+_EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 500, 8, 200  # About.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +41,11 @@ class OmniEvent:
     sequence: int
     ts: float
     prompt_index: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory."""
+        return _EVENT_BYTES
 
     def merge(self, later: OmniEvent) -> OmniEvent | None:
         """Both as one event, for a reader that has taken neither; None if they stay two."""
@@ -74,6 +82,12 @@ class ARSegmentEvent(OmniEvent):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     is_last: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        num_logprobs = sum(map(len, self.logprobs or ()))
+        num_bytes = getsizeof(self.text) + _TOKEN_BYTES * len(self.tokens) + _LOGPROB_BYTES * num_logprobs
+        return _EVENT_BYTES + num_bytes + sum(tensor.nbytes for tensor in self.multimodal_output.values())
 
     def merge(self, later: OmniEvent) -> OmniEvent | None:
         if (
@@ -114,6 +128,10 @@ class ImageProgressEvent(OmniEvent):
     image: torch.Tensor | None = None
     is_last: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        return _EVENT_BYTES + (0 if self.image is None else self.image.nbytes)
+
 
 @dataclass(slots=True, kw_only=True)
 class CompletedEvent(OmniEvent):
@@ -127,6 +145,11 @@ class CompletedEvent(OmniEvent):
     is_terminal: ClassVar[bool] = True
 
     outputs: list[OmniRequestOutput]
+
+    @property
+    def num_bytes(self) -> int:
+        media = [value for output in self.outputs for value in output.multimodal_output.values()]
+        return _EVENT_BYTES + sum(getattr(value, "nbytes", 0) for value in media)
 
 
 @dataclass(slots=True, kw_only=True)

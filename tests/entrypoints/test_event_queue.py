@@ -91,6 +91,35 @@ def test_an_exception_is_raised_after_the_events_before_it() -> None:
     asyncio.run(main())
 
 
+def test_what_waits_is_counted_and_refused() -> None:
+    """Its memory is free at once, and the reader gets the refusal in place of it."""
+    counted, ended = [], []
+
+    def count(num_bytes: int) -> None:
+        counted.append(num_bytes)
+        if num_bytes > 10_000:
+            raise ValueError("too much")
+
+    async def main() -> None:
+        queue = EventQueue(count)
+        queue.on_refusal = lambda: ended.append(True)
+        for _ in range(2):
+            queue.put(segment(0))
+        assert 0 < counted[0] < counted[1] < 2 * counted[0], "of two segments that were joined"
+        await queue.get()
+        assert counted[-1] == 0
+        queue.put(segment(1, multimodal_output={"audio": torch.zeros(1000)}))
+        assert 4000 < counted[-1] < 10_000 and not ended
+        queue.put(segment(2, multimodal_output={"audio": torch.zeros(2000)}))
+        assert counted[-1] == 0 and ended == [True]
+        queue.put(completed(3))
+        with pytest.raises(ValueError, match="too much"):
+            await queue.get()
+        assert counted[-1] == 0 and ended == [True]
+
+    asyncio.run(main())
+
+
 def test_the_loop_is_woken_once_for_all_events_that_it_has_not_taken() -> None:
     wake_ups = []
 

@@ -29,7 +29,7 @@ from vllm_omni.extras import install_command
 _READABLE = ("prompt", "prompt_token_ids", "completions", "tensors", "data")
 
 
-class _Loader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -64,7 +64,7 @@ def load_pipeline_config(path: str | Path, untrusted_checkpoint: Path | None = N
     """
     path = Path(path)
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except OSError as error:
         raise StageConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
     except UnicodeDecodeError as error:

@@ -62,6 +62,7 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         on_accepted: Callable[[], None] | None = None,
         release_when_sent: Callable[[Callable[[], None]], None] | None = None,
         place: Place | None = None,
+        count_unread: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[OmniEvent, None]:
         """The events of one prompt as they occur; the last one is a `CompletedEvent` or an `ErrorEvent`.
 
@@ -84,6 +85,8 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
             release_when_sent: Called at the end with a function that makes room for another request, to be called when
                 the outputs have left this process. Default: there is room when the caller has received the last event.
             place: Of `reserve`. Default: a new one.
+            count_unread: Called with the bytes of the events that the caller has not taken, when these change. What it
+                raises aborts the request, and is raised here in their place.
 
         Raises:
             InvalidRequestError: The prompt or a parameter is wrong.
@@ -93,7 +96,7 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         loop = asyncio.get_running_loop()
         orchestrator = self._pipeline.orchestrator
         delivery = self._delivery_to(loop)
-        events = EventQueue()
+        events = EventQueue(count_unread)
         text = await self._begin_text(prompt, request_id)
 
         def on_event(event: OmniEvent) -> None:
@@ -101,6 +104,8 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
                 delivery.put(events, event)
             except RuntimeError:  # The loop was closed while this generator was open.
                 orchestrator.cancel([internal_id])
+
+        events.on_refusal = lambda: orchestrator.cancel([internal_id])
 
         def build() -> PipelineRequest:
             if not self.is_open:  # It may have been closed while the prompt waited for the thread.
@@ -138,6 +143,7 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         finally:
             if feeding is not None:
                 feeding.cancel()
+            events.close()
         release = functools.partial(orchestrator.release, internal_id)
         release() if release_when_sent is None else release_when_sent(release)
         yield event
@@ -246,23 +252,58 @@ class EventQueue:
     """The events of one request that its reader has not taken. Belongs to the event loop.
 
     A reader that is slower than the model gets several segments of its text as one: what it does for each is done once.
+
+    Attributes:
+        on_refusal: Called when `count` has refused an event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[int], None] | None = None) -> None:
+        """
+        Args:
+            count: Called with the bytes of the events when these change. What it raises is raised by `get` in place of
+                all of them; later ones are dropped.
+        """
         self._events: deque[OmniEvent | BaseException] = deque()
         self._has_events = asyncio.Event()
         self._num_taken = 0
+        self._count, self._num_bytes, self._is_closed = count, 0, False
+        self.on_refusal: Callable[[], None] | None = None
 
     def put(self, event: OmniEvent | BaseException) -> None:
         """`event`: `get` raises an exception."""
+        if self._is_closed:
+            return
         last = self._events[-1] if self._events else None
         if last is not None and not isinstance(last, BaseException) and not isinstance(event, BaseException):
             merged = last.merge(event)
             if merged is not None:
                 self._events[-1] = merged
+                self._add_bytes(merged, last)
                 return
         self._events.append(event)
         self._has_events.set()
+        self._add_bytes(event)
+
+    def _add_bytes(self, event: OmniEvent | BaseException, before: OmniEvent | None = None) -> None:
+        """Counts an event; `before`: that which it replaces."""
+        if self._count is None or isinstance(event, BaseException):
+            return
+        self._num_bytes += event.num_bytes - (0 if before is None else before.num_bytes)
+        try:
+            self._count(self._num_bytes)
+        except Exception as error:
+            self.close()
+            self._events.append(error)
+            self._has_events.set()
+            if self.on_refusal is not None:
+                self.on_refusal()
+
+    def close(self) -> None:
+        """Drops the events, and those that come later."""
+        self._events.clear()
+        if self._count is not None:
+            self._count(0)
+        self._is_closed = True
 
     async def get(self) -> OmniEvent:
         while not self._events:
@@ -271,6 +312,9 @@ class EventQueue:
         event = self._events.popleft()
         if isinstance(event, BaseException):
             raise event
+        if self._count is not None:
+            self._num_bytes -= event.num_bytes
+            self._count(self._num_bytes)
         event.sequence = self._num_taken  # The reader counts what it gets.
         self._num_taken += 1
         return event

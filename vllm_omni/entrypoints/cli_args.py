@@ -54,9 +54,16 @@ def parse_json_object(text: str, value_type: type, form: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: It is something else.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique_keys)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(value, dict) or not all(isinstance(item, value_type) for item in value.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
     return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if repeated := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"the key {repeated!r} is given twice; remove one of them")
+    return dict(pairs)

@@ -419,7 +419,7 @@ class RequestHandler:
             self._fail(error, state)
 
     def _fail(self, error: Error, state: RequestState | None = None) -> None:
-        self._record_end(state, error.error.partition(":")[0])
+        self._record_end(state, error.kind)
         message = ErrorMessage(
             request_id=error.request_id,
             instance_id=self._instance_id,

@@ -73,6 +73,8 @@ def test_a_nested_key_is_a_mapping() -> None:
         (["--stage.talker..seed", "3"], "is incomplete"),
         (["--stage.talker.runtime", "3"], "names no key"),
         (["--stage.talker.seed={"], "is not YAML"),
+        (["--stage.talker.seed={a: 1, a: 2}"], "the key 'a' is given twice"),
+        (["--stage.a.max-num-seqs=1", "--stage.a.max_num_seqs=2"], r"--stage\.a\.max_num_seqs is given twice"),
     ],
 )
 def test_wrong_stage_flags_are_refused(line: list[str], words: str) -> None:

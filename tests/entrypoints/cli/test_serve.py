@@ -179,6 +179,12 @@ def test_the_server_loads_adapters_of_a_vllm_stage(run, server: Server, tiny_qwe
         (["--max-request-bytes", "9999999999"], "--max-total-request-bytes 2147483648 is less than"),
         (["--video-dir", "/nowhere"], "must be an existing directory"),
         (["--max-media-bytes", "4XB"], "--max-media-bytes: '4XB' is not a number of bytes; write 4096, 512MiB or 4GiB"),
+        (["--port", "1", "--port=2"], "--port is given twice; remove one of them"),
+        (["-tp", "1", "--tensor-parallel-size", "1"], "-tp and --tensor-parallel-size are one option"),
+        (["--max_num_seqs=1", "--max-num-seqs=2"], "--max_num_seqs and --max-num-seqs are one option"),
+        (["--stage.a.seed=1", "--stage.a.seed=2"], "--stage.a.seed is given twice"),
+        (["--stage", '{"a": {}, "a": {}}'], "the key 'a' is given twice"),
+        (["--max-total-realtime-bytes=1MiB"], "less than --max-realtime-message-bytes"),
         (["--max-media-bytes", "0KiB"], "--max-media-bytes: must be at least 1, not 0KiB"),
     ],
 )
@@ -204,6 +210,8 @@ def test_an_unsupported_flag_with_a_harmless_value_is_allowed(run, server: Serve
         ("a: [", "is not YAML"),
         ("stage.talker.seed: 1", "write it as a mapping"),
         ("nosuch: 1", "--nosuch"),
+        ("port: 1\nport: 2", "the key 'port' is given twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "the key 'max-num-seqs' is given twice"),
     ],
 )
 def test_a_wrong_configuration_file(run, tmp_path: Path, text: str, words: str) -> None:

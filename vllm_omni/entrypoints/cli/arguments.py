@@ -19,6 +19,7 @@ from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.config.loader import UniqueKeyLoader
 from vllm_omni.config.omni_args import PipelineOptions
 from vllm_omni.config.overrides import SECTIONS, STAGE_KEYS, merge
 from vllm_omni.config.utils import nearest
@@ -67,7 +68,7 @@ def add_diffusion_flags(group: argparse._ActionsContainer, vllm_flags: set[str])
 def _as_mapping(text: str) -> dict[str, Any]:
     """JSON, or the shorter YAML: `{threshold: 0.1}`."""
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither JSON nor YAML") from error
     if not isinstance(value, dict):
@@ -88,20 +89,28 @@ class _MergeAction(argparse.Action):
         setattr(namespace, self.dest, merge(vars(namespace).get(self.dest) or {}, values))
 
 
+_REPEATED = (_MergeAction, argparse._AppendAction)
+"""Actions of flags that may be given several times; each adds to those before it."""
+
+
 def fold_stage_flags(arguments: Sequence[str]) -> list[str]:
     """The command line with all `--stage.NAME.KEY VALUE` (or `=VALUE`) as one `--stage=JSON`.
 
     Raises:
-        ValueError: A flag has no value, or names no key.
+        ValueError: A flag has no value, names no key, or is given twice.
     """
     others: list[str] = []
     overrides: dict[str, Any] = {}
     rest = iter(arguments)
+    given: set[str] = set()
     for argument in rest:
         if not argument.startswith(_STAGE_PREFIX):
             others.append(argument)
             continue
         name, has_value, text = argument.partition("=")
+        if name.replace("-", "_") in given:
+            raise ValueError(f"{name} is given twice; remove one of them")
+        given.add(name.replace("-", "_"))
         if not has_value:
             text = next(rest, _STAGE_PREFIX)
             if text.startswith("--"):
@@ -131,13 +140,14 @@ def _parse_value(text: str) -> Any:
     if _EXPONENT.fullmatch(text):  # YAML reads 1e-3 as a string.
         return float(text)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not YAML: {' '.join(str(error).split())}") from error
 
 
 class OmniArgumentParser(FlexibleArgumentParser):
-    """Suggests the nearest flag for an unknown one, parses `--stage.*`, and refuses unreadable files."""
+    """Suggests the nearest flag for an unknown one, parses `--stage.*`, and refuses unreadable files and flags that are
+    given twice. A flag of the command line wins over the same one in a file."""
 
     _json_tip = FlexibleArgumentParser._json_tip + HINT  # It ends each kind of help but the shortest.
 
@@ -160,19 +170,36 @@ class OmniArgumentParser(FlexibleArgumentParser):
         try:
             # vLLM supports `--config FILE` only.
             words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+            self._check_repeated(words)
             return super().parse_args(fold_stage_flags(words), namespace)
         except (ValueError, AssertionError) as error:
             self.error(str(error))
 
+    def _check_repeated(self, words: Sequence[str]) -> None:
+        actions = {option: action for action in self._all_actions() for option in action.option_strings}
+        given: dict[tuple[str, str], str] = {}
+        for name in (word.partition("=")[0] for word in words):
+            option, _, key = name.partition(".")  # As --compilation-config.mode.
+            action = actions.get(option.replace("_", "-"))
+            if action is None or isinstance(action, _REPEATED) or key.endswith("+"):
+                continue
+            if first := given.get((action.dest, key)):
+                both = f"{name} is given twice" if name == first else f"{first} and {name} are one option"
+                raise ValueError(f"{both}; remove one of them")
+            given[action.dest, key] = name
+
     def load_config_file(self, file_path: str) -> list[str]:
         try:
-            content = yaml.safe_load(Path(file_path).read_text(encoding="utf-8"))
+            content = yaml.load(Path(file_path).read_text(encoding="utf-8"), UniqueKeyLoader)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--config {file_path}: cannot be read: {error}") from error
         except yaml.YAMLError as error:
             raise ValueError(f"--config {file_path}: is not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
             raise ValueError(f"--config {file_path}: must be a mapping of flags to values")
+        keys = [str(key).replace("_", "-") for key in content]
+        if repeated := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"--config {file_path}: the key {repeated!r} is given twice; remove one of them")
         dotted = [key for key in content if str(key).startswith("stage.")]
         if dotted:
             raise ValueError(

@@ -36,20 +36,20 @@ class Transcripts:
     """
 
     def __init__(self) -> None:
-        # By owner. id: (expiry, text), in order of expiry
+        # By owner. id: (expiry in `time.monotonic()` seconds, text), in order of expiry
         self._kept: defaultdict[bytes, OrderedDict[str, tuple[float, str]]] = defaultdict(OrderedDict)
         self._num_bytes: Counter[bytes] = Counter()
 
     def keep(self, audio_id: str, transcript: str, owner: bytes) -> int:
         """Keeps a transcript; returns when it expires, in seconds since 1970. For the owner see `RequestContext`."""
-        now = time.time()
+        now = time.monotonic()
         kept = self._kept[owner]
         kept[audio_id] = (now + LIFETIME_S, transcript)
         self._num_bytes[owner] += sys.getsizeof(transcript)
         while kept and (self._num_bytes[owner] > MAX_TRANSCRIPT_BYTES or next(iter(kept.values()))[0] <= now):
             _, (_, oldest) = kept.popitem(last=False)
             self._num_bytes[owner] -= sys.getsizeof(oldest)
-        return int(now + LIFETIME_S)
+        return int(time.time() + LIFETIME_S)
 
     def fill_in(self, messages: Sequence[Any], owner: bytes) -> list[Any]:
         """The messages of a request, with the text of those that have only an `audio`.
@@ -68,7 +68,7 @@ class Transcripts:
         expiry, kept_transcript = 0.0, ""
         if owner in self._kept and isinstance(audio_id, str):
             expiry, kept_transcript = self._kept[owner].get(audio_id, (0.0, ""))
-        if expiry > time.time():
+        if expiry > time.monotonic():
             transcript = kept_transcript
         if not isinstance(transcript, str):
             raise VLLMValidationError(

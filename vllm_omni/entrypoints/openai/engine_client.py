@@ -227,6 +227,7 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
                 request_id,
                 release_when_sent=context.release_when_sent,
                 place=context.take_place(),
+                count_unread=context.count_unread,
                 request_fields=fields,
                 **options,
             )

@@ -8,12 +8,14 @@ import fcntl
 import logging
 import struct
 import termios
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import flag
 
 logger = logging.getLogger("vllm.omni.server")
@@ -48,12 +50,38 @@ def http_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Prot
 
 def web_socket_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Protocol]:
     """uvicorn's protocol, whose messages wait until the system has all of those before, and that closes the connection
-    as `http_protocol`."""
+    as `http_protocol`. Its context counts what has come and was not taken, see `RequestContext`."""
 
     class Protocol(_watched(_WebSocketProtocol, send_timeout_s, min_rate)):  # type: ignore[misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            self.num_arriving = 0
             transport.set_write_buffer_limits(high=0)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if (count := self._count_arriving()) is None:
+                return
+            if self.queue.empty():
+                self.num_arriving = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+            else:
+                self.num_arriving += len(data)
+            try:
+                count(self.num_arriving)
+            except Exception as error:
+                logger.warning("the connection of a realtime client is closed: %s", error)
+                self.transport.abort()
+
+        async def receive(self) -> Any:
+            message = await super().receive()
+            if self.queue.empty() and (count := self._count_arriving()) is not None:
+                self.num_arriving = 0
+                count(0)
+            return message
+
+        def _count_arriving(self) -> Callable[[int], None] | None:
+            context: RequestContext | None = getattr(self, "scope", {}).get(SCOPE_KEY)
+            return None if context is None else context.count_arriving
 
         def handle_ping(self) -> None:
             """Drops the answer while others wait: a client that reads none would have them all kept."""

@@ -81,6 +81,9 @@ class RequestContext:
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
         place: In the pipeline's queue, for its next request to the engine.
+        count_unread: See `AsyncOmniLLM.generate`.
+        count_arriving: Called with the bytes of a WebSocket's messages that have come and were not taken, when these
+            change; what it raises ends the connection.
     """
 
     json: JsonBody | None = None
@@ -100,6 +103,8 @@ class RequestContext:
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
     place: Place | None = None
+    count_unread: Callable[[int], None] | None = None
+    count_arriving: Callable[[int], None] | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
     @classmethod

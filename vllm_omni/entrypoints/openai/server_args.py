@@ -169,6 +169,15 @@ class RealtimeLimits:
     max_realtime_text_bytes: int = 64 * MIB
     """Bytes of texts and images that clients put into a realtime session."""
 
+    max_total_realtime_bytes: int = 4 * GIB
+    """Bytes that all realtime sessions hold: items, uncommitted sound, events that arrive, and answers that their
+    clients have not read. What would exceed it is refused, and an answer is ended, with an error. At least
+    --max-realtime-message-bytes."""
+
+    max_client_realtime_bytes: int | None = None
+    """Bytes that the realtime sessions of one API key or, without keys, address hold. At least
+    --max-realtime-message-bytes; default: half of --max-total-realtime-bytes."""
+
     max_realtime_session_s: float = 3600.0
     """Seconds after which a realtime session ends."""
 
@@ -240,17 +249,22 @@ def check_limits(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Two limits contradict each other.
     """
-    of_one, of_all = limits_from(args, RequestLimits), limits_from(args, ServerLimits)
+    limits = {}
+    for kind in (RequestLimits, ServerLimits, RealtimeLimits):
+        limits |= vars(limits_from(args, kind))
     for name, smaller in (
         ("max_total_request_bytes", "max_request_bytes"),
         ("max_client_request_bytes", "max_request_bytes"),
         ("max_total_decoded_bytes", "max_decoded_bytes"),
         ("max_client_decoded_bytes", "max_decoded_bytes"),
+        ("max_total_realtime_bytes", "max_realtime_message_bytes"),
+        ("max_client_realtime_bytes", "max_realtime_message_bytes"),
     ):
-        value, largest = getattr(of_all, name), getattr(of_one, smaller)
+        value, largest = limits[name], limits[smaller]
         if value is not None and value < largest:
+            what = "event" if smaller == "max_realtime_message_bytes" else "request"
             raise ValueError(
-                f"{flag(name)} {value} is less than {flag(smaller)} {largest}: the largest request could never be "
+                f"{flag(name)} {value} is less than {flag(smaller)} {largest}: the largest {what} could never be "
                 "read; raise the first or lower the second"
             )
 

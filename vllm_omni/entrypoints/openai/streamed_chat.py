@@ -317,6 +317,11 @@ class UnsentQueue(asyncio.Queue[Item | None], Generic[Item]):
         self._is_closed = True
         self.put_nowait(None)
 
+    def clear(self) -> None:
+        """Drops the items."""
+        while not self.empty():
+            self.get_nowait()
+
     def _put(self, item: Item | None) -> None:
         self._num_bytes += 0 if item is None else self._num_bytes_of(item)
         super()._put(item)

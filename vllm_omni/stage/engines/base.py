@@ -93,18 +93,27 @@ class Result:
 
 @dataclass(slots=True)
 class Error:
-    """A request failed. `invalid`: the request itself is wrong."""
+    """A request failed.
+
+    Attributes:
+        error: Of an invalid request the reason, for its client; otherwise with the name of the exception's class.
+        kind: The name of the exception's class.
+        invalid: The request itself is wrong.
+    """
 
     request_id: str
     error: str
     traceback: str
+    kind: str
     invalid: bool = False
 
     @classmethod
     def from_exception(cls, request_id: str, exception: BaseException, invalid: bool = False) -> "Error":
+        kind = type(exception).__name__
         return cls(
             request_id=request_id,
-            error=f"{type(exception).__name__}: {exception}",
+            error=(invalid and str(exception)) or f"{kind}: {exception}",
+            kind=kind,
             traceback="".join(traceback.format_exception(exception)),
             invalid=invalid,
         )

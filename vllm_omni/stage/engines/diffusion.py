@@ -213,8 +213,9 @@ class DiffusionStageEngine(StageEngine):
             return  # Another output of the same request has failed in this step.
         if end.error is not None:
             self._forget(request_id)
-            text = f"{type(end.error).__name__}: {end.error}"
-            self.outbox.put(Error(request_id, text, end.traceback, end.is_invalid))
+            error = Error.from_exception(request_id, end.error, end.is_invalid)
+            error.traceback = end.traceback
+            self.outbox.put(error)
             return
         request.ends[end.job.index] = end
         if self._config.part == "encoder":

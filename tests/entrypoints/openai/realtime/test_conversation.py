@@ -28,7 +28,9 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 
 PCM = FORMATS["audio/pcm"]
@@ -182,7 +184,10 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.Mo
 
         monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.deltas_of", deltas_of)
         handler: Any = SimpleNamespace(asr_stage=None)
-        session = SessionContext(send=send, chat=handler, client=RequestContext(), sample_rate=24_000, lead_s=10.0)
+        budget = SessionBudget(RealtimeLimits())
+        session = SessionContext(
+            send=send, chat=handler, client=RequestContext(), sample_rate=24_000, lead_s=10.0, budget=budget
+        )
         settings = {
             "model": "m", "instructions": "", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
             "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},

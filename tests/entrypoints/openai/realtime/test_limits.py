@@ -198,12 +198,14 @@ def test_wrong_requests_for_keys(realtime_app: FastAPI) -> None:
 
 
 def test_keys_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
+    now = time.monotonic()
     monkeypatch.setattr(client_secrets, "MAX_SECRETS", 2)
     keys = ClientSecrets()
     first, second, third = (keys.create(seconds, b"owner", {}) for seconds in (10, 20, 30))
     assert keys.find(first.value) is None and keys.find(second.value) is second and keys.find("") is None
-    monkeypatch.setattr(client_secrets.time, "time", lambda: now + 25)
+    monkeypatch.setattr(client_secrets.time, "time", lambda: 1e12)  # A clock that is set ends none.
+    assert keys.find(second.value) is second
+    monkeypatch.setattr(client_secrets.time, "monotonic", lambda: now + 25)
     assert keys.find(second.value) is None and keys.find(third.value) is third
 
 

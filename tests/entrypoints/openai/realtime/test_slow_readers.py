@@ -21,7 +21,9 @@ from vllm_omni.entrypoints.openai.realtime import response as response_module
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta
 
 LONG_TEXT = "x" * (1 << 20)
@@ -189,7 +191,10 @@ def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> No
                 texts.append(fields["delta"])
 
         chat: Any = FakeChat(hears=True)
-        session = SessionContext(send=send, chat=chat, client=RequestContext(), sample_rate=24_000, lead_s=10.0)
+        budget = SessionBudget(RealtimeLimits())
+        session = SessionContext(
+            send=send, chat=chat, client=RequestContext(), sample_rate=24_000, lead_s=10.0, budget=budget
+        )
         output = {"format": {"type": "audio/pcm"}, "voice": "ann", "speed": 1.0}
         settings = {
             "model": "m", "instructions": "", "output_modalities": ["text"], "tools": [], "max_output_tokens": "inf",
@@ -200,6 +205,7 @@ def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(10 * num_pieces):
             await asyncio.sleep(0)
         assert num_read <= 10
+        assert budget.num_bytes > 2 * MAX_UNSENT_BYTES, "what waits is counted"
         reads.set()
         await task
         assert texts == [piece] * num_pieces

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -89,6 +89,7 @@ async def deltas_of(
     client: RequestContext,
     sounds: Iterable[Sound],
     pictures: Iterable[Picture] = (),
+    count_unread: Callable[[int], None] | None = None,
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
@@ -97,6 +98,7 @@ async def deltas_of(
     Args:
         client: See `SessionContext`.
         sounds, pictures: Those whose addresses its messages have.
+        count_unread: See `AsyncOmniLLM.generate`.
 
     Raises:
         ChatError: The request was refused, or failed.
@@ -104,6 +106,7 @@ async def deltas_of(
     context = RequestContext.start(client)
     context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
     context.kept_files = {picture.address: picture.file for picture in pictures}
+    context.count_unread = count_unread
     try:
         answer = await chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):

@@ -32,7 +32,8 @@ class ClientSecret:
     """
     Attributes:
         value: The key.
-        expires_at: In seconds since 1970.
+        expires_at: In seconds since 1970, for the client.
+        deadline: The same in `time.monotonic()` seconds, which no clock that is set moves.
         owner: See `RequestContext`; of the request that made it.
         values: The configuration that its sessions start with.
         num_bytes: Of `values`, as JSON.
@@ -40,6 +41,7 @@ class ClientSecret:
 
     value: str
     expires_at: int
+    deadline: float
     owner: bytes
     values: dict[str, Any]
     num_bytes: int
@@ -57,13 +59,14 @@ class ClientSecrets:
         Raises:
             PipelineFullError: Those of all owners are too large.
         """
-        now = time.time()
-        for value in [value for value, secret in self._secrets.items() if secret.expires_at <= now]:
+        now = time.monotonic()
+        for value in [value for value, secret in self._secrets.items() if secret.deadline <= now]:
             del self._secrets[value]
         num_bytes = len(msgspec.json.encode(values))
         if num_bytes + sum(secret.num_bytes for secret in self._secrets.values()) > MAX_TOTAL_SECRET_BYTES:
             raise PipelineFullError("the configurations of all client secrets are too large; try again later", MIN_S)
-        made = ClientSecret(PREFIX + secrets.token_urlsafe(32), int(now) + seconds, owner, values, num_bytes)
+        value = PREFIX + secrets.token_urlsafe(32)
+        made = ClientSecret(value, int(time.time()) + seconds, now + seconds, owner, values, num_bytes)
         self._secrets[made.value] = made
         own = [secret for secret in self._secrets.values() if secret.owner == owner]
         total = sum(secret.num_bytes for secret in own)
@@ -76,7 +79,7 @@ class ClientSecrets:
     def find(self, key: str) -> ClientSecret | None:
         """The key, if it is one of these and valid."""
         secret = self._secrets.get(key)
-        return secret if secret is not None and secret.expires_at > time.time() else None
+        return secret if secret is not None and secret.deadline > time.monotonic() else None
 
 
 def sent_key(scope: Scope) -> str:

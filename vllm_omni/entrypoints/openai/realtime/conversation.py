@@ -7,6 +7,7 @@ import base64
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget, SessionShare
 
 Message = dict[str, Any]
 ROOT = "root"
@@ -30,6 +32,9 @@ _CONTENT = {
     "assistant": {"output_text": "text", "output_audio": "transcript"},
 }
 """Types of content by role, each with the field that it needs."""
+
+_ITEM_BYTES = 2000
+"""About what an item takes without its texts, sounds and images."""
 
 _UNSPACED = r"\p{lb=SA}\p{lb=ID}\p{lb=CJ}\p{lb=NS}"
 """The classes of line breaking (UAX 14) of scripts without spaces, as Chinese, Japanese and Thai; of emoji, too."""
@@ -102,6 +107,7 @@ class Item:
         made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
             `spoken_length` of its text.
         sent_ms: What of it the client has got.
+        share: Of the budget, for its texts; None: it is not counted.
     """
 
     data: dict[str, Any]
@@ -111,6 +117,7 @@ class Item:
     made_ms: float = 0.0
     text_length: int = 0
     sent_ms: float = 0.0
+    share: SessionShare | None = None
 
     @property
     def id(self) -> str:
@@ -136,6 +143,35 @@ class Item:
         parts = [self.data, *self.content]
         num_bytes = sum(len(picture.file) for picture in self.pictures.values())
         return num_bytes + sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
+
+    def count(self, budget: SessionBudget, client: bytes | str) -> None:
+        """Counts it, each of its parts for as long as that lives: a response may read what was deleted.
+
+        Args:
+            client: See `RequestContext`.
+
+        Raises:
+            PipelineFullError: There is no room for it.
+        """
+        self.share = budget.share(client, self)
+        self.count_texts()
+        for sound in self.sounds.values():
+            budget.share(client, sound).set(sound.samples.nbytes)
+
+    def count_pictures(self, budget: SessionBudget, client: bytes | str) -> None:
+        """Counts its pictures, once they were fetched, as `count`."""
+        for picture in self.pictures.values():
+            budget.share(client, picture).set(len(picture.file))
+
+    def count_texts(self) -> None:
+        """Counts its texts as they are now, if it is counted.
+
+        Raises:
+            PipelineFullError: There is no room for them.
+        """
+        if self.share is not None:
+            values = [value for part in [self.data, *self.content] for value in part.values()]
+            self.share.set(_ITEM_BYTES + sum(getsizeof(value) for value in values if isinstance(value, str)))
 
     def with_sound(self) -> dict[str, Any]:
         """The data with the user's sounds, as they were sent."""
@@ -246,6 +282,10 @@ class Conversation:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def clear(self) -> None:
+        """Removes all items."""
+        self._items.clear()
 
     @property
     def last_id(self) -> str | None:

@@ -30,6 +30,15 @@ class InputBuffer:
         return self._num_samples / self.format.sample_rate
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes of the sound, int16."""
+        return 2 * self._num_samples
+
+    def num_bytes_of(self, data: bytes) -> int:
+        """The bytes that encoded sound takes here."""
+        return 2 * len(data) // self.format.num_bytes
+
+    @property
     def end_ms(self) -> int:
         """The position of its end."""
         return (self._start + self._num_samples) * 1000 // self.format.sample_rate
@@ -54,7 +63,7 @@ class InputBuffer:
         self.clear()
         if until_ms is not None:
             size = max(0, until_ms * self.format.sample_rate // 1000 - self._start + len(samples))
-            rest = samples[size:]
+            rest = samples[size:].copy()
             self._start -= len(rest)
             self._half_sample = half_sample
             self._add(rest)

@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
 from vllm_omni.entrypoints.openai.realtime.config import Values
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 Send = Callable[..., Awaitable[None]]
@@ -32,6 +33,7 @@ class SessionContext:
         client: The context of the WebSocket, whose client sends all requests.
         sample_rate: Of the model's speech, in Hz.
         lead_s: How far the speech that was sent may be ahead of its playing, in seconds.
+        budget: Counts what it holds.
     """
 
     send: Send
@@ -39,6 +41,7 @@ class SessionContext:
     client: RequestContext
     sample_rate: int
     lead_s: float
+    budget: SessionBudget
 
 
 class ResponseWriter:
@@ -62,6 +65,14 @@ class ResponseWriter:
     async def send(self, event_type: str, **fields: Any) -> None:
         """Sends an event of the response."""
         await self._session.send(event_type, response_id=self._response_id, **fields)
+
+    def count(self, item: Item) -> None:
+        """Counts an item in the budget of sessions.
+
+        Raises:
+            PipelineFullError: There is no room for it.
+        """
+        item.count(self._session.budget, self._session.client.client)
 
     async def add_item(self, item: Item) -> None:
         """Adds an item to the conversation."""
@@ -96,7 +107,13 @@ class Output:
         self._opening: list[Callable[[], Awaitable[None]]] = [self._send_added, lambda: writer.add_item(self.item)]
 
     async def open(self) -> None:
-        """Sends the events of its start."""
+        """Sends the events of its start.
+
+        Raises:
+            PipelineFullError: There is no room for it.
+        """
+        if self.item.share is None:
+            self._writer.count(self.item)
         while self._opening:
             await self._opening.pop(0)()
 
@@ -126,6 +143,7 @@ class Call(Output):
 
     async def write(self, arguments: str) -> None:
         self.item.data["arguments"] += arguments
+        self.item.count_texts()
         call_id = self.item.data["call_id"]
         await self._send("response.function_call_arguments.delta", call_id=call_id, delta=arguments)
 
@@ -156,6 +174,7 @@ class _Message(Output):
 
     async def _write(self, text: str, event_type: str) -> None:
         self.item.content[0][self.field] += text
+        self.item.count_texts()
         await self._send(event_type, content_index=0, delta=text)
 
     async def _finish_part(self) -> None:

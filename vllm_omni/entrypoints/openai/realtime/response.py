@@ -31,7 +31,8 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
 from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
-from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, UnsentQueue
+from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta, UnsentQueue
+from vllm_omni.errors import PipelineFullError
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
@@ -81,6 +82,7 @@ class Response:
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
         self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(lambda delta: delta.num_bytes)
+        self._unsent = session.budget.share(session.client.client)
         self._error: ChatError | None = None
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
@@ -150,17 +152,25 @@ class Response:
             await self._send_deltas()
             self._status, self._details = self._ended()
         except ChatError as error:
-            self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
+            self._fail(error)
+        except PipelineFullError as error:
+            self._fail(as_chat_error(error))
         except asyncio.CancelledError:
             if self._cancel_reason is None:
                 raise
             self._status, self._details = "cancelled", {"type": "cancelled", "reason": self._cancel_reason}
         finally:
             await end(reader)
+            self._deltas.clear()
+            self._early_speech.clear()
+            self._unsent.release()
         item_status = "completed" if self._status == "completed" else "incomplete"
         for output in self._outputs:
             await output.finish(item_status)
         await self._session.send("response.done", response=self._as_dict())
+
+    def _fail(self, error: ChatError) -> None:
+        self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
 
     async def _read(self) -> None:
         """Reads the deltas as they are made. An answer that is only function calls ends with them, unspoken."""
@@ -170,9 +180,12 @@ class Response:
             if session.chat.asr_stage is not None:
                 await write_texts(session, self._items)
                 self._request.messages = self._messages()
-            deltas = deltas_of(session.chat, self._request, session.client, self._sounds, self._pictures)
+            self._unsent.set(MAX_UNSENT_BYTES)  # That the chat keeps for its reader.
+            unread = session.budget.share(session.client.client).set
+            deltas = deltas_of(session.chat, self._request, session.client, self._sounds, self._pictures, unread)
             async with aclosing(deltas) as answer:
                 async for delta in answer:
+                    self._unsent.set(self._unsent.num_bytes + delta.num_bytes)
                     self._note(delta)
                     has_text |= bool(delta.text.strip())
                     has_calls |= bool(delta.tool_calls)
@@ -209,6 +222,7 @@ class Response:
             self._mm_token_counts, self._num_cached_tokens = delta.mm_token_counts, delta.num_cached_tokens
             self._finish_reason = delta.finish_reason or self._finish_reason
             await self._take(delta)
+            self._unsent.set(self._unsent.num_bytes - delta.num_bytes)
         if self._error is not None:
             raise self._error
         if isinstance(self._message, SpokenMessage):
@@ -223,6 +237,7 @@ class Response:
             await self._message.speak(delta.speech)
         elif delta.speech is not None:
             self._early_speech.append(delta.speech)
+            self._unsent.set(self._unsent.num_bytes + delta.speech.nbytes)
 
     async def _add_text(self, text: str) -> None:
         if self._message is None:
@@ -238,6 +253,7 @@ class Response:
             early, self._early_speech = self._early_speech, []
             for samples in early:
                 await self._message.speak(samples)
+                self._unsent.set(self._unsent.num_bytes - samples.nbytes)
 
     async def _add_to_call(self, delta: dict[str, Any]) -> None:
         function = delta.get("function") or {}

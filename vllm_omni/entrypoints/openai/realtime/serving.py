@@ -37,6 +37,7 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import (
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
 from vllm_omni.entrypoints.openai.realtime.session import Session
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.errors import OmniError
@@ -92,6 +93,7 @@ class ServingRealtime:
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
         self._media = MediaFetcher(chat.client, args)
         self._num_sessions: Counter[bytes | str] = Counter()
+        self._budget = SessionBudget(self._limits)
         self._send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
         # Their own: minutes of sound that several clients send at once would take all threads of the event loop.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "realtime")
@@ -164,6 +166,7 @@ class ServingRealtime:
             client=RequestContext.of(websocket),
             sample_rate=self._sample_rate,
             threads=self._threads,
+            budget=self._budget,
             media=self._media,
             send_timeout_s=self._send_timeout_s,
         )

@@ -38,10 +38,12 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
+from vllm_omni.errors import PipelineFullError
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
@@ -70,6 +72,7 @@ class Session:
         client: RequestContext,
         sample_rate: int,
         threads: Executor,
+        budget: SessionBudget,
         media: MediaFetcher,
         send_timeout_s: float,
     ) -> None:
@@ -80,6 +83,7 @@ class Session:
             client: See `SessionContext`.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
+            budget: Counts what it holds.
             media: Reads the images of items.
             send_timeout_s: How long an event may wait until the client has taken those before it.
         """
@@ -87,10 +91,19 @@ class Session:
         self._websocket, self._rules, self._limits = websocket, rules, limits
         self._media, self._send_timeout_s = media, send_timeout_s
         self._chat, self._client, self._threads = chat, client, threads
-        self._expires_at = time.time() + limits.max_realtime_session_s
+        self._expires_at = time.time() + limits.max_realtime_session_s  # For the client: a clock may be set.
+        self._deadline = time.monotonic() + limits.max_realtime_session_s
+        self._budget = budget
+        self._event_share, self._buffer_share = budget.share(client.client), budget.share(client.client)
+        self._arriving_share = budget.share(client.client)
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
-            send=self._send, chat=chat, client=client, sample_rate=sample_rate, lead_s=limits.realtime_lead_s
+            send=self._send,
+            chat=chat,
+            client=client,
+            sample_rate=sample_rate,
+            lead_s=limits.realtime_lead_s,
+            budget=budget,
         )
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
@@ -116,6 +129,7 @@ class Session:
     async def run(self) -> None:
         """Handles events until the client disconnects or a limit is reached; aborts what still runs."""
         self._runner = asyncio.current_task()
+        self._client.count_arriving = self._arriving_share.set
         try:
             await self._send("session.created", session=self._session())
             while (text := await self._receive()) is not None:
@@ -128,20 +142,31 @@ class Session:
             if self._ended_by == "error":
                 await self._close(_FAILED, "internal error")
         finally:
-            await self._abort()
+            try:
+                await self._abort()
+            finally:
+                self._release()
 
     async def _abort(self) -> None:
         await asyncio.gather(*(response.close() for response in self._responses.values()), self._transcriptions.close())
 
+    def _release(self) -> None:
+        """Drops what it holds, which refers to it in circles."""
+        self._client.count_arriving = None
+        self._conversation.clear()
+        self._buffer.clear()
+        for share in (self._event_share, self._buffer_share, self._arriving_share):
+            share.release()
+
     async def _receive(self) -> str | bytes | None:
         """The next message; None when the session has expired."""
-        idle_s, left_s = self._limits.realtime_idle_timeout_s, self._expires_at - time.time()
+        idle_s, left_s = self._limits.realtime_idle_timeout_s, self._deadline - time.monotonic()
         message = None
         while message is None:
             try:
                 message = await asyncio.wait_for(self._websocket.receive(), max(0.0, min(idle_s, left_s)))
             except TimeoutError:
-                left_s = self._expires_at - time.time()
+                left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)
                     return None
@@ -159,18 +184,25 @@ class Session:
 
     async def _handle(self, text: str | bytes) -> None:
         try:
+            self._event_share.set(len(text))
             event = read_event(text, self._limits.max_realtime_message_values)
         except EventError as error:
             await self._send_error(error)
-            return
-        await self._attempt(self._handlers[event.type](event), event.event_id)
+        except PipelineFullError as error:
+            await self._send_error(_full(error))
+        else:
+            await self._attempt(self._handlers[event.type](event), event.event_id)
+        finally:
+            self._event_share.release()
+            self._buffer_share.set(min(self._buffer.num_bytes, self._buffer_share.num_bytes))
 
     async def _attempt(self, step: Awaitable[None], event_id: str | None) -> None:
         try:
             await step
-        except EventError as error:
-            error.event_id = event_id
-            await self._send_error(error)
+        except (EventError, PipelineFullError) as error:
+            refusal = error if isinstance(error, EventError) else _full(error)
+            refusal.event_id = event_id
+            await self._send_error(refusal)
 
     async def _send(self, event_type: str, **fields: Any) -> None:
         """Sends an event; it has the fields as they are now."""
@@ -238,7 +270,9 @@ class Session:
         if not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "audio", "unsupported")
         start_ms = self._buffer.end_ms
-        samples = self._buffer.append(decode_base64(event.audio, "audio"))
+        data = decode_base64(event.audio, "audio")
+        self._buffer_share.set(self._buffer.num_bytes + self._buffer.num_bytes_of(data))
+        samples = self._buffer.append(data)
         if self._detector is None:
             self._buffer.keep_last(self._max_ms)
             return
@@ -326,6 +360,8 @@ class Session:
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
         item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
+        self._buffer_share.set(self._buffer.num_bytes)  # It has less than before.
+        item.count(self._budget, self._client.client)
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
@@ -344,6 +380,7 @@ class Session:
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
+        item.count(self._budget, self._client.client)
         await self._read_images(item, sum(len(other.images) for other in self._conversation), "item")
         if item.pictures:
             self._check_room("item.content", num_chars=item.num_chars_kept)
@@ -366,6 +403,7 @@ class Session:
                 raise EventError(refusal.message, param, refusal.code, refusal.type) from error
             if file is not None and not url.startswith("data:"):
                 item.pictures[index] = Picture(file)
+        item.count_pictures(self._budget, self._client.client)
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
         previous = self._conversation.add(item, previous_id)
@@ -416,6 +454,7 @@ class Session:
             num_images = 0
             for i, item in enumerate(items):
                 if not isinstance(params.input[i], ResponseItemReference):
+                    item.count(self._budget, self._client.client)
                     await self._read_images(item, num_images, f"response.input[{i}]")
                 num_images += len(item.images)
         try:
@@ -453,3 +492,7 @@ class Session:
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )
+
+
+def _full(error: PipelineFullError) -> EventError:
+    return EventError(str(error), code="memory_limit_exceeded")

@@ -16,6 +16,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.entrypoints.openai.transcriptions import Transcript, stage_prompt, token_usage
+from vllm_omni.errors import PipelineFullError
 from vllm_omni.vllm_protocol import UsageInfo
 
 _EVENT = "conversation.item.input_audio_transcription"
@@ -79,10 +80,11 @@ class InputTranscriptions:
             async with aclosing(transcript.read()) as texts:
                 async for text in texts:
                     await self._session.send(f"{_EVENT}.delta", **where, delta=text)
-        except ChatError as error:
-            await self._session.send(f"{_EVENT}.failed", **where, error=error.as_dict())
+            item.content[0]["transcript"] = transcript.text
+            item.count_texts()
+        except (ChatError, PipelineFullError) as error:
+            await self._session.send(f"{_EVENT}.failed", **where, error=as_chat_error(error).as_dict())
             return
-        item.content[0]["transcript"] = transcript.text
         used = {"type": transcript.usage.type, **transcript.usage.model_dump(exclude_none=True)}
         await self._session.send(f"{_EVENT}.completed", **where, transcript=transcript.text, usage=used)
 

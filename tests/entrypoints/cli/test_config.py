@@ -14,7 +14,23 @@ import yaml
 from vllm_omni.config.loader import load_pipeline_config, parse_pipeline_config
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.entrypoints.cli import doctor
+from vllm_omni.entrypoints.cli.config import locate_values
 from vllm_omni.entrypoints.cli.findings import Platform
+
+STAGES = """\
+# A comment.
+stage_args:
+  - stage_id: 7
+    engine_args:
+      model_stage: talker   # named here
+      compilation_config: {mode: 0}
+
+  - engine_args: {dtype: float32}
+    stage_id: 3
+runtime:
+  edges:
+    - {from: 3, to: 7}
+"""
 
 
 def sources(text: str) -> dict[str, list[str]]:
@@ -167,3 +183,16 @@ def test_usage(run, arguments: list[str], code: int) -> None:
     result = run("config", *arguments)
     assert result.code == code
     assert "vllm-omni config show MODEL [--json]" in result.out + result.err
+
+
+def test_lines_by_stage_id_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "stages.yaml"
+    path.write_text(STAGES)
+
+    lines = locate_values(path)
+
+    assert lines["stage_args", 7, "engine_args", "model_stage"] == 5
+    assert lines["stage_args", 7, "engine_args", "compilation_config", "mode"] == 6
+    assert lines["stage_args", 3, "engine_args", "dtype"] == 8
+    assert lines["runtime", "edges", 0, "to"] == 12
+    assert ("stage_args", 3, "runtime") not in lines

@@ -58,27 +58,28 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
 
 
 def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
-    """The stage with the `engine_type` of an override, if it has one. Of a function that a vLLM engine replaces, only
-    the stage's name is kept, not its settings.
+    """The stage with the `engine_type` of an override, or the one that follows from its checkpoint. Of a function that
+    another engine replaces, only the stage's name is kept, not its settings.
 
     Raises:
         StageConfigError: It is none that the stage can have, or contradicts other keys.
     """
-    kind = override.get(ENGINE_TYPE, stage.kind.name)
+    has_model = "model" in _sections(override, f"override for {stage.label}")["engine_args"]
+    kind = override.get(ENGINE_TYPE, has_model and FUNCTION not in override and stage.kind.model_kind)
+    kind = kind or stage.kind.name
     if kind == stage.kind.name:
         return stage
     where = f"override for {stage.label}"
-    if kind != stage.kind.replaceable_by:
+    if kind not in (stage.kind.replaceable_by, stage.kind.model_kind):
         raise StageConfigError(
             f"{where}: {ENGINE_TYPE}: {stage.kind.name} cannot be {kind!r}; a function that accepts audio, without "
             "sources, can be AR"
         )
     if FUNCTION in override:
         raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} has no {FUNCTION}; give one of them")
-    if "model" not in _sections(override, where)["engine_args"]:
-        raise StageConfigError(
-            f"{where}: {ENGINE_TYPE} {kind} needs a checkpoint that transcribes: set engine_args.model"
-        )
+    if not has_model:
+        does = "transcribes" if kind == stage.kind.replaceable_by else "speaks"
+        raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} needs a checkpoint that {does}: set engine_args.model")
     return msgspec.structs.replace(
         stage,
         engine_type=kind,

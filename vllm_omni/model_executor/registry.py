@@ -62,6 +62,14 @@ STAGE_KINDS: dict[str, str] = {
 _ADAPTERS = "vllm_omni.model_executor.speech_adapters"
 
 SPEECH_ADAPTERS: dict[str, str] = {
+    "BarkModel": f"{_ADAPTERS}:Bark",
+    "DiaForConditionalGeneration": f"{_ADAPTERS}:Dia",
+    "FastSpeech2ConformerWithHifiGan": f"{_ADAPTERS}:FastSpeech2Conformer",
+    "MusicgenForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
+    "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
+    "SeamlessM4TForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4TModel": f"{_ADAPTERS}:SeamlessM4T",
+    "SpeechT5ForTextToSpeech": f"{_ADAPTERS}:SpeechT5",
     "VitsModel": f"{_ADAPTERS}:Vits",
 }
 """By the class of transformers: what its declarations do not tell."""

@@ -33,9 +33,10 @@ class RowNoise(TorchFunctionMode):
             return self._normal(like)
         if func is torch.randn_like and self._are_rows(args[0].shape):
             return self._normal(args[0])
-        if func in (torch.multinomial, torch.bernoulli) and self._are_rows(args[0].shape):
-            rows = zip(args[0].split(1), self._generators, strict=True)
-            return torch.cat([func(row, *args[1:], **given, generator=generator) for row, generator in rows])
+        if func in (torch.multinomial, torch.bernoulli) and args[0].shape[0] % len(self._generators) == 0:
+            parts = args[0].chunk(len(self._generators))  # A row may have several, one for each codebook.
+            rows = zip(parts, self._generators, strict=True)
+            return torch.cat([func(part, *args[1:], **given, generator=generator) for part, generator in rows])
         return func(*args, **given)
 
     def _are_rows(self, size: torch.Size) -> bool:

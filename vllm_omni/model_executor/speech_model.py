@@ -8,6 +8,7 @@ few lines for each class (`speech_adapters.py`, and `ModelPackage.speech_adapter
 
 import inspect
 import json
+import os
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 import transformers
-from transformers import AutoProcessor, GenerationMixin, PretrainedConfig
+from transformers import AutoProcessor, GenerationMixin, PretrainedConfig, SpeechT5HifiGan, SpeechT5HifiGanConfig
 from transformers.models.auto import modeling_auto
+from transformers.pipelines.text_to_audio import DEFAULT_VOCODER_ID
 from transformers.utils import cached_file
 
 from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
@@ -40,7 +42,8 @@ _SPEAKERS = {
 _NO_LIMIT = 1_000_000
 """Tokens: a `model_max_length` above this stands for none."""
 TOLERANCE = 1e-4
-"""Of samples: how much a sound that was computed with others may differ from the one computed alone."""
+"""Of samples, or of a quiet sound's loudest one: how much a sound that was computed with others may differ from the one
+that was computed alone."""
 
 _GENERATION_PARAMETERS: dict[str, Any] = {
     "do_sample": bool,
@@ -140,7 +143,7 @@ class SpeechModel:
         limits_tokens: A request may set `max_new_tokens`.
         model: The checkpoint.
         config, model_class: Its configuration and class.
-        module, processor: Of a loaded model.
+        module, processor, vocoder: Of a loaded model; no vocoder where the class makes waveforms.
         gate: Called before each layer; it may raise.
     """
 
@@ -151,6 +154,7 @@ class SpeechModel:
 
     module: Any
     processor: Any
+    vocoder: Any
 
     def __init__(self, model: str, settings: SpeechSettings, hf_config: PretrainedConfig, model_class: type) -> None:
         self.model = model
@@ -174,6 +178,8 @@ class SpeechModel:
         Raises:
             StageConfigError: No file tells it.
         """
+        if self.needs_vocoder:
+            return SpeechT5HifiGanConfig.from_pretrained(self.vocoder_path).sampling_rate
         parts = self._rate_sources()
         found = next((rate for part in parts for name in _RATES if isinstance(rate := part.get(name), int)), None)
         if found is None:
@@ -232,6 +238,18 @@ class SpeechModel:
         known = [limit for limit in limits if limit and limit < _NO_LIMIT]
         return min(known, default=None)
 
+    @property
+    def needs_vocoder(self) -> bool:
+        """Whether the class makes spectrograms."""
+        return self.model_class.__name__ in _SPECTROGRAM
+
+    @property
+    def vocoder_path(self) -> str:
+        """The vocoder's checkpoint: the operator's, the folder `vocoder` of the model's, or that of the pipeline of
+        transformers."""
+        own = os.path.join(self.model, "vocoder")
+        return self.settings.vocoder or (own if os.path.isdir(own) else DEFAULT_VOCODER_ID)
+
     def takes(self, name: str) -> bool:
         """Whether the class has an argument of this name."""
         return name in inspect.signature(self._method(self.model_class)).parameters
@@ -271,12 +289,19 @@ class SpeechModel:
         is_float32 = self.settings.dtype == "auto" and device.type == "cpu"
         dtype = "float32" if is_float32 else self.settings.dtype
         self.module = self.model_class.from_pretrained(self.model, dtype=dtype, **args).to(device).eval()
-        self.processor = AutoProcessor.from_pretrained(self.model, **args)
-        self._num_marks = len(self.tokenizer("")["input_ids"])
+        self.processor = self.load_processor(**args)
+        self.vocoder = None
+        if self.needs_vocoder:
+            self.vocoder = SpeechT5HifiGan.from_pretrained(self.vocoder_path).to(device, self.module.dtype).eval()
+        self._num_marks = len(self.tokenizer(self.prepare_text(""))["input_ids"])
         for each in self.module.modules():
             if isinstance(each, torch.nn.ModuleList):
                 for layer in each:
                     layer.register_forward_pre_hook(lambda module, args: self.gate())
+
+    def load_processor(self, **args: Any) -> Any:
+        """What encodes texts."""
+        return AutoProcessor.from_pretrained(self.model, **args)
 
     @property
     def tokenizer(self) -> Any:
@@ -340,7 +365,8 @@ class SpeechModel:
 
     def call(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """What the class returns."""
-        return self._method(self.module)(**inputs, **options)
+        output = self._method(self.module)(**inputs, **options)
+        return output if self.vocoder is None else self.vocoder(output[0])
 
     def call_rows(self, inputs: Mapping[str, Any], options: Mapping[str, Any], noise: RowNoise) -> Any:
         """The same for several rows.
@@ -363,7 +389,11 @@ class SpeechModel:
             waveforms = waveforms[None]
         if waveforms.ndim == 3 and waveforms.shape[1] == 1:
             waveforms = waveforms[:, 0]
-        sizes = [waveforms.shape[-1]] * num_rows if lengths is None else [int(length) for length in lengths]
+        sizes = (
+            [waveforms.shape[-1]] * num_rows
+            if lengths is None
+            else [int(n) for n in torch.as_tensor(lengths).flatten()]
+        )
         return [waveform[..., :size] for waveform, size in zip(waveforms, sizes, strict=True)]
 
     @staticmethod
@@ -377,9 +407,13 @@ class SpeechModel:
 
 
 def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """Whether sounds have the same lengths and, within `TOLERANCE`, the same samples."""
-    pairs = list(zip(first, second, strict=True))
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=TOLERANCE) for a, b in pairs)
+    """Whether sounds have the same lengths and, within `TOLERANCE` of the second ones, the same samples."""
+    for one, other in zip(first, second, strict=True):
+        if one.shape != other.shape:
+            return False
+        if one.numel() and (one - other).abs().max() > TOLERANCE * min(1.0, float(other.abs().max())):
+            return False
+    return True
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

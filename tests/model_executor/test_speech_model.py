@@ -146,10 +146,14 @@ class TestParity:
             together = speak(function, *TEXTS)
             for one, other in zip(alone, together, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-        assert function._joins is (family in JOINED)
+        assert function._joins is JOINS[family]
 
 
-JOINED = ("vits", "dia", "musicgen", "musicgen_melody")
+JOINS = {
+    **dict.fromkeys(("vits", "dia", "musicgen", "musicgen_melody"), True),
+    **dict.fromkeys(("fastspeech2", "speecht5"), False),
+    **dict.fromkeys(("bark", "seamless_m4t"), None),  # Their sounds have equal lengths, which shows nothing.
+}
 
 
 @pytest.mark.slow

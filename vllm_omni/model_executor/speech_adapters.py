@@ -20,6 +20,8 @@ from vllm_omni.model_executor.speech_model import SpeechModel
 class Vits(SpeechModel):
     """Rows together: the noise of a row does not have its padding, and neither has the vocoder's input."""
 
+    joins = True
+
     def load(self, device: torch.device) -> None:
         super().load(device)
         if getattr(self.processor, "is_uroman", False) and not is_uroman_available():
@@ -112,6 +114,8 @@ class Bark(SpeechModel):
 class Dia(SpeechModel):
     """A text names its speaker; the processor has the codec."""
 
+    joins = True
+
     def load_processor(self, **args: Any) -> Any:
         processor = super().load_processor(**args)
         processor.audio_tokenizer.to(self.module.device).eval()
@@ -143,6 +147,7 @@ class SeamlessM4T(SpeechModel):
 class Musicgen(SpeechModel):
     """The text is a prompt; without a recording the tokenizer is enough."""
 
+    joins = True
     speaks = False
 
     def load_processor(self, **args: Any) -> Any:

@@ -29,6 +29,9 @@ from vllm_omni.stage.watchdog import StepTimer
 
 logger = get_logger(__name__)
 
+_MAX_TRIALS = 4
+"""Calls that find out whether texts may be computed together, before the answer is no."""
+
 
 class _AllAborted(Exception):
     """Nobody waits for the sounds of this call."""
@@ -43,6 +46,7 @@ class SpeechFunction(BatchFunction):
         self.speech = speech
         self.parameters = speech.parameters  # type: ignore[misc]
         self._joins = speech.joins
+        self._num_trials = 0
 
     def start(self) -> None:
         self.speech.load(torch.device(current_platform.device_type))
@@ -104,16 +108,21 @@ class SpeechFunction(BatchFunction):
             return error
 
     def _find_out(self, texts: list[str], parameters: Any, sounds: list[Any]) -> None:
-        """Whether texts of different lengths have the same sounds together as alone: then later ones are joined."""
+        """Whether texts have the same sounds together as alone: then later ones are joined. Sounds of equal lengths do
+        not show it."""
         if any(isinstance(sound, Exception) for sound in sounds):
             return
+        self._num_trials += 1
         try:
-            self._joins = are_equal(self.speech.compute(texts, parameters), sounds)
+            equal = are_equal(self.speech.compute(texts, parameters), sounds)
         except _AllAborted:
             raise
         except Exception as error:  # The class does not take a batch.
-            self._joins = False
+            equal = False
             about(logger, stage=self.stage.label).debug("texts cannot be computed together: %s", error)
+        if equal and len({sound.shape for sound in sounds}) == 1 and self._num_trials < _MAX_TRIALS:
+            return
+        self._joins = equal and len({sound.shape for sound in sounds}) > 1
         how = "together" if self._joins else "one by one"
         about(logger, stage=self.stage.label).info("texts that wait at the same time are computed %s", how)
 

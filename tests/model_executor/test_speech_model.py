@@ -13,6 +13,7 @@ import torch
 from tests.model_executor.tiny_speech import SOUNDS, TEXTS, WRITERS, write_vits
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.inputs import StageRequest
@@ -72,6 +73,18 @@ def test_a_checkpoint_is_a_stage_without_a_file(tiny_speech: Callable[[str], Pat
         read_pipeline(OmniArgs(model=str(tiny_speech("vits")), engine_args={"dtipe": "float32"}))
     with pytest.raises(StageConfigError, match=r"engine_args\.dtype: Invalid enum value 'int3'"):
         read_pipeline(OmniArgs(model=str(tiny_speech("vits")), engine_args={"dtype": "int3"}))
+
+
+def test_it_is_the_voice_of_talk_in_one_line(tiny_speech: Callable[[str], Path]) -> None:
+    pytest.importorskip("hibari")
+    model, folder = find_checkpoint("talk"), str(tiny_speech("vits"))
+    overrides = {"tts": {"engine_args": {"model": folder}}}
+    config = read_pipeline(OmniArgs(model=model, stage_overrides=overrides)).with_checkpoints
+    stage = config.stages[2]
+    assert (stage.kind.name, stage.name, stage.function, stage.sample_rate) == ("transformers", "tts", None, 16000)
+    assert (stage.accepts, stage.engine_input_source, stage.engine_args["model"]) == ("text", [1], folder)
+    own = read_pipeline(OmniArgs(model=model)).with_checkpoints.stages[2]
+    assert own.kind.name == "function" and own.sample_rate == 24000
 
 
 def test_speakers_are_voices(tmp_path: Path) -> None:

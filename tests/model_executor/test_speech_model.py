@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.small_apps import send
 from tests.model_executor.tiny_speech import SOUNDS, TEXTS, WRITERS, write_vits
-from vllm_omni import OmniLLM
+from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.resolve import read_pipeline
@@ -184,3 +187,37 @@ def test_a_pipeline_speaks(tiny_speech: Callable[[str], Path]) -> None:
         with pytest.raises(InvalidRequestError, match="unknown parameter 'sped'"):
             llm.generate([TEXTS[0]], {"sped": 2}, use_tqdm=False)
         assert llm.generate([TEXTS[2]], use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_server_speaks(tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech("vits")
+
+    def speak_over_http(**fields: Any) -> Any:
+        return send(app, "POST", "/v1/audio/speech", json={"input": TEXTS[1], "response_format": "pcm", **fields})
+
+    with AsyncOmniLLM(str(path)) as llm:
+        app = FakeServer(llm).app
+        whole = speak_over_http(stream=False, seed=SEED)
+        assert whole.status_code == 200, whole.text
+        expected = SOUNDS["vits"](path, TEXTS[1], SEED).clamp(-1, 1)
+        samples = torch.from_numpy(np.frombuffer(whole.content, "<i2") / 32768).float()
+        torch.testing.assert_close(samples, expected, rtol=0, atol=1e-3)
+        assert whole.headers["X-Sample-Rate"] == "16000"
+        slow = speak_over_http(stream=False, seed=SEED, speed=0.5)
+        expected = SOUNDS["vits"](path, TEXTS[1], SEED, speaking_rate=0.5)  # type: ignore[call-arg]
+        assert len(slow.content) == 2 * len(expected), "the model speaks slowly, not the encoder"
+        assert speak_over_http(stream=True, seed=SEED).content, "clauses, one after the other"
+        for name in ("mp3", "opus", "aac", "flac", "wav"):
+            assert speak_over_http(response_format=name).status_code == 200, name
+        for fields, words in (
+            ({"input": "\u2603"}, "nothing that this model reads"),
+            ({"speed": 4.5}, "speed"),
+            ({"pitch": 2}, "reads no 'pitch'"),
+            ({"seed": -1}, "seed"),
+        ):
+            refused = speak_over_http(**fields)
+            assert refused.status_code in (400, 422) and words in refused.text, refused.text
+        voices = send(app, "GET", "/v1/audio/voices").json()
+        assert voices["voices"] == []
+        assert speak_over_http(stream=False, seed=SEED).content == whole.content

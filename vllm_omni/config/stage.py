@@ -217,6 +217,8 @@ class StageKind:
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
         speaks_replies: It may make sound of the text that its source writes.
+        checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
+            checkpoint is, and the file that tells.
         model_kind: The `engine_type` that the stage has in its place where an override gives it a checkpoint; None: it
             remains as it is.
     """
@@ -233,6 +235,8 @@ class StageKind:
     quantization: str | None = None
     spins = False
     speaks_replies = False
+    checkpoint_is = ""
+    checkpoint_file = ""
 
     def __init__(self, name: str, stage: OmniStageConfig) -> None:
         self.name = name

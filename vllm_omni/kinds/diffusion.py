@@ -29,6 +29,8 @@ class Diffusion(StageKind):
     takes_settings = True
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
+    checkpoint_is = "a diffusers pipeline"
+    checkpoint_file = "model_index.json"
 
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> StageKind:

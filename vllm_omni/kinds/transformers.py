@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that run a speech model of transformers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ class Transformers(StageKind):
     """`transformers`: makes sound of a text with a class of transformers."""
 
     speaks_replies = True
+    checkpoint_is = "a speech model of transformers"
+    checkpoint_file = "config.json"
 
     @property
     def accepts_input(self) -> bool:
@@ -71,7 +73,6 @@ class Transformers(StageKind):
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         speech = self.open_model(self.stage.checkpoint(model))
         yield "architecture", speech.model_class.__name__, "checkpoint: config.json"
-        yield "dtype", self.settings.dtype, "default"
 
     def memory_needs(self, config: PipelineConfig, model: str) -> "StageNeeds":
         import torch
@@ -83,14 +84,15 @@ class Transformers(StageKind):
             module = speech.model_class(speech.config)
         return StageNeeds(weights=sum(tensor.nbytes for tensor in module.state_dict().values()), activations=None)
 
+    def modules_to_preload(self, model: str) -> set[str]:
+        speech = self.open_model(self.stage.checkpoint(model))
+        return {"vllm_omni.stage.engines.transformers", speech.model_class.__module__}
+
     def load_parameters(self) -> "FunctionParameters":
         from vllm_omni.kinds.parameters import FunctionParameters
 
         speech = self.open_model(self.stage.engine_args["model"])  # `with_checkpoint` has set it.
         return FunctionParameters(self.stage, speech.parameters, self.stage.default_sampling_params, speech.voices)
-
-    def default_params(self, checkpoint: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:
-        return self.stage.default_sampling_params
 
     def make_engine(
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False

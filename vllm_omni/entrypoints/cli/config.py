@@ -81,7 +81,8 @@ def _check_values(resolved: ResolvedPipeline, model: str) -> None:
 
 def _as_yaml(args: OmniArgs, resolved: ResolvedPipeline, values: Iterable[ConfigValue]) -> str:
     """The configuration with aligned comments."""
-    source = "one, for a diffusers pipeline" if resolved.source is None else str(resolved.source)
+    kind = resolved.loaded.stage_args[0].kind
+    source = f"one, for {kind.checkpoint_is}" if resolved.source is None else str(resolved.source)
     rows = [(f"# model: {args.model}", ""), (f"# stages: {source}", "")]
     open_path: KeyPath = ()
     for value in values:

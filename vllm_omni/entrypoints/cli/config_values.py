@@ -13,6 +13,7 @@ import yaml
 
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import STAGE_KEYS, overridden_keys
+from vllm_omni.config.stage import StageKind
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.entrypoints.resolve import ResolvedPipeline
 from vllm_omni.placement.cores import place_cores
@@ -104,11 +105,16 @@ class ConfigValues:
         if path in self._lines:
             return f"{self._file}:{self._lines[path]}"
         if name == "final_output_type":
-            return "checkpoint: model_index.json"
+            return f"checkpoint: {self._only_kind.checkpoint_file}"
         if path[0] == "stage_args" and path[2] == "engine_args":
             return "vllm_omni"
         is_inferred = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
-        return "checkpoint: is a diffusers pipeline" if is_inferred else DEFAULT
+        return f"checkpoint: is {self._only_kind.checkpoint_is}" if is_inferred else DEFAULT
+
+    @property
+    def _only_kind(self) -> StageKind:
+        """The kind of the stage of a pipeline without a file."""
+        return self._resolved.loaded.stage_args[0].kind
 
     def _placements(self, stage: OmniStageConfig) -> Iterator[ConfigValue]:
         """Where the replicas of a stage with several will be."""

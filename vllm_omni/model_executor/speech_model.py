@@ -204,7 +204,7 @@ class SpeechModel:
     @cached_property
     def parameters(self) -> type[msgspec.Struct]:
         """The parameters of a request, all with defaults."""
-        found: list[Any] = [("seed", Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)], 0)]
+        found: list[Any] = [("seed", Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], 0)]
         if self.voices:
             found.append(("voice", str, self.voices[0]))
         if self.takes("speaking_rate"):

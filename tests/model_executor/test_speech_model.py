@@ -62,7 +62,11 @@ def speak(function: SpeechFunction, *texts: str, **parameters: Any) -> list[torc
         {-1: StageOutput(request_id=str(i), stage_id=-1, completions=[Completion(text=text)])}
         for i, text in enumerate(texts)
     ]
-    return [result["audio"] for result in function.windows(requests, sources)]
+    results = function.windows(requests, sources)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result["audio"] for result in results]
 
 
 def test_a_checkpoint_is_a_stage_without_a_file(tiny_speech: Callable[[str], Path]) -> None:
@@ -119,6 +123,16 @@ def test_a_text_is_cut_for_clients_that_stream(tiny_speech: Callable[[str], Path
     assert len(parts) == 3 and "".join(parts) == text
     with pytest.raises(InvalidRequestError, match="nothing that this model reads"):
         function.cut("☃", "r", streams=True)
+
+
+def test_a_long_text_is_cut_or_refused(tiny_speech: Callable[[str], Path]) -> None:
+    function = function_of(tiny_speech("vits"))
+    function.speech.max_text_tokens = 40  # Each letter has a blank beside it.
+    assert function.cut("It is late. We are here.", "r", streams=False) == ["It is late. ", "We are here."]
+    with pytest.raises(InvalidRequestError, match="has 51 tokens, and this model reads at most 40"):
+        function.cut("It is late. " + 25 * "a", "r", streams=False)
+    with pytest.raises(InvalidRequestError, match="reads at most 40"):
+        speak(function, 25 * "a")
 
 
 def test_an_abort_of_all_requests_ends_a_call(tiny_speech: Callable[[str], Path]) -> None:

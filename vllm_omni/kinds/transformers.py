@@ -36,6 +36,10 @@ class Transformers(StageKind):
 
         return parse_settings(self.stage.engine_args, self.stage.label)
 
+    @cached_property
+    def _opened(self) -> "dict[str, SpeechModel]":
+        return {}
+
     def check(self) -> None:
         self.check_output_type()
         if self.stage.final_output_type not in (None, "audio"):
@@ -64,11 +68,13 @@ class Transformers(StageKind):
         from vllm_omni.engine.hf_override import load_hf_config
         from vllm_omni.model_executor.speech_model import open_speech_model
 
+        if model in self._opened:
+            return self._opened[model]
         try:
             hf_config = load_hf_config(model, self.stage.engine_args)
         except (OSError, ValueError) as error:
             raise StageConfigError(f"{self.stage.label}: {model}: config.json cannot be read: {error}") from error
-        return open_speech_model(model, self.settings, hf_config)
+        return self._opened.setdefault(model, open_speech_model(model, self.settings, hf_config))
 
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         speech = self.open_model(self.stage.checkpoint(model))

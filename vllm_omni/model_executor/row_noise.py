@@ -19,9 +19,10 @@ class RowNoise(TorchFunctionMode):
             is no padding.
     """
 
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(self, seeds: Sequence[int]) -> None:
         super().__init__()
-        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self._seeds = seeds
+        self._generators: dict[torch.device, list[torch.Generator]] = {}
         self.lengths: Sequence[int] | None = None
 
     def __torch_function__(
@@ -33,20 +34,26 @@ class RowNoise(TorchFunctionMode):
             return self._normal(like)
         if func is torch.randn_like and self._are_rows(args[0].shape):
             return self._normal(args[0])
-        if func in (torch.multinomial, torch.bernoulli) and args[0].shape[0] % len(self._generators) == 0:
-            parts = args[0].chunk(len(self._generators))  # A row may have several, one for each codebook.
-            rows = zip(parts, self._generators, strict=True)
+        if func in (torch.multinomial, torch.bernoulli) and args[0].shape[0] % len(self._seeds) == 0:
+            parts = args[0].chunk(len(self._seeds))  # A row may have several, one for each codebook.
+            rows = zip(parts, self._generators_of(args[0].device), strict=True)
             return torch.cat([func(part, *args[1:], **given, generator=generator) for part, generator in rows])
         return func(*args, **given)
 
     def _are_rows(self, size: torch.Size) -> bool:
-        return len(size) > 0 and size[0] == len(self._generators)
+        return len(size) > 0 and size[0] == len(self._seeds)
+
+    def _generators_of(self, device: torch.device) -> list[torch.Generator]:
+        """Those of the rows on a device: `torch.manual_seed` seeds that of each device."""
+        if device not in self._generators:
+            self._generators[device] = [torch.Generator(device).manual_seed(seed) for seed in self._seeds]
+        return self._generators[device]
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:
         """Normal numbers, 0 in the padding; a row has the layout in memory that it has alone."""
         drawn = torch.zeros_like(like)
         lengths = self.lengths or [like.shape[-1]] * len(like)
-        for index, (length, generator) in enumerate(zip(lengths, self._generators, strict=True)):
+        for index, (length, generator) in enumerate(zip(lengths, self._generators_of(like.device), strict=True)):
             row = torch.empty_like(like[index : index + 1, ..., :length])
             drawn[index : index + 1, ..., :length] = row.normal_(generator=generator)
         return drawn

@@ -41,6 +41,8 @@ _SPEAKERS = {
 """By the argument that selects a speaker by number: fields of the configuration with their number."""
 _NO_LIMIT = 1_000_000
 """Tokens: a `model_max_length` above this stands for none."""
+_MAX_TEXT_TOKENS = 2000
+"""Of a model that declares no limit."""
 TOLERANCE = 1e-4
 """Of samples, or of a quiet sound's loudest one: how much a sound that was computed with others may differ from the one
 that was computed alone."""
@@ -227,8 +229,8 @@ class SpeechModel:
         return max(own, *(self.files[0].get(name) or 0 for name in ("max_length", "max_new_tokens")))
 
     @cached_property
-    def max_text_tokens(self) -> int | None:
-        """Tokens of the longest text; None: any."""
+    def max_text_tokens(self) -> int:
+        """Tokens of the longest text, which the memory of a call grows with."""
         encoder = getattr(self.config, "encoder_config", None)
         limits = [
             getattr(self.config, "max_text_positions", None),
@@ -236,7 +238,7 @@ class SpeechModel:
             getattr(self.tokenizer, "model_max_length", None),
         ]
         known = [limit for limit in limits if limit and limit < _NO_LIMIT]
-        return min(known, default=None)
+        return min(known, default=_MAX_TEXT_TOKENS)
 
     @property
     def needs_vocoder(self) -> bool:
@@ -263,7 +265,11 @@ class SpeechModel:
     def read_json(self, name: str) -> dict[str, Any]:
         """A file of the checkpoint; empty if there is none."""
         path = cached_file(
-            self.model, name, revision=self.settings.revision, _raise_exceptions_for_missing_entries=False
+            self.model,
+            name,
+            revision=self.settings.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
         )
         if path is None:
             return {}
@@ -328,7 +334,7 @@ class SpeechModel:
             if len(texts) == 1:
                 output = self.call(inputs, options)
             else:
-                with RowNoise([parameters.seed] * len(texts), self.module.device) as noise:
+                with RowNoise([parameters.seed] * len(texts)) as noise:
                     output = self.call_rows(inputs, options, noise)
             return [sound.float().cpu() for sound in self.decode(output, len(texts))]
 

@@ -57,29 +57,36 @@ class SpeechFunction(BatchFunction):
         Raises:
             InvalidRequestError: There is nothing in it to speak, or a part is too long.
         """
-        limit = self.speech.max_text_tokens
         parts = [text]
-        is_long = limit is not None and self.speech.count_tokens(text) > limit
+        is_long = self.speech.count_tokens(text) > self.speech.max_text_tokens
         if self.speech.speaks and (streams or is_long):
             parts = SentenceCutter(first_is_clause=streams).add(text, is_last=True)
-        sizes = {part: self.speech.count_tokens(part) for part in parts}
-        longest = max(sizes.values(), default=0)
-        if not longest:
+        parts = [part for part in parts if self._has_words(part, request_id)]
+        if not parts:
             raise InvalidRequestError("the text has nothing that this model reads", request_id)
-        if limit is not None and longest > limit:
-            raise InvalidRequestError(
-                f"a part of the text has {longest} tokens, and this model reads at most {limit}; make it shorter",
-                request_id,
-            )
-        return [part for part in parts if sizes[part]]
+        return parts
+
+    def _has_words(self, text: str, request_id: str) -> bool:
+        """
+        Raises:
+            InvalidRequestError: The text is too long.
+        """
+        number, limit = self.speech.count_tokens(text), self.speech.max_text_tokens
+        if number > limit:
+            problem = f"a part of the text has {number} tokens, and this model reads at most {limit}; make it shorter"
+            raise InvalidRequestError(problem, request_id)
+        return number > 0
 
     def windows(self, states: Sequence[StageRequest], sources: Sequence[Sources]) -> Sequence[Any]:
         texts = [_text_of(each) for each in sources]
         results: list[Any] = [{"audio": torch.empty(0)} for _ in texts]
         groups = defaultdict(list)
         for index, request in enumerate(states):
-            if self.speech.count_tokens(texts[index]):  # A reply may have sentences without any.
-                groups[msgspec.json.encode(request.parameters, order="sorted")].append(index)
+            try:
+                if self._has_words(texts[index], request.request_id):  # A reply may have sentences without any.
+                    groups[msgspec.json.encode(request.parameters, order="sorted")].append(index)
+            except InvalidRequestError as error:
+                results[index] = error
         for indexes in groups.values():
             parameters = convert(states[indexes[0]].parameters, self.parameters)
             try:

@@ -181,7 +181,7 @@ class TestParity:
 
 JOINS = {
     **dict.fromkeys(("vits", "dia", "musicgen", "musicgen_melody"), True),
-    **dict.fromkeys(("fastspeech2", "speecht5"), False),
+    **dict.fromkeys(("fastspeech2", "speecht5", "seamless_m4t_v2"), False),
     **dict.fromkeys(("bark", "seamless_m4t"), None),  # Their sounds have equal lengths, which shows nothing.
 }
 

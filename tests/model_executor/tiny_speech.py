@@ -218,8 +218,9 @@ def write_seamless(path: Path, version: str = "") -> None:
     torch.manual_seed(0)
     letters = ["<pad>", "<unk>", "<s>", "</s>", "\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "__eng__", "__deu__"]
     vocabulary = {token: index for index, token in enumerate(letters)}
+    own = {"t2u_variance_predictor_embed_dim": 16, "t2u_variance_predictor_hidden_dim": 16} if version else {}
     config = getattr(hf, f"SeamlessM4T{version}Config")(
-        vocab_size=len(vocabulary), t2u_vocab_size=40, hidden_size=16, encoder_layers=1, decoder_layers=1,
+        **own, vocab_size=len(vocabulary), t2u_vocab_size=40, hidden_size=16, encoder_layers=1, decoder_layers=1,
         encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2,
         speech_encoder_layers=1, speech_encoder_attention_heads=2, speech_encoder_intermediate_size=16,
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, conv_depthwise_kernel_size=3,
@@ -233,6 +234,9 @@ def write_seamless(path: Path, version: str = "") -> None:
     text, units, sounds = ({"deu": a, "eng": b} for a, b in ((34, 33), (38, 37), (1, 0)))
     tables = {"text_decoder_lang_to_code_id": text, "t2u_lang_code_to_id": units, "vocoder_lang_code_to_id": sounds}
     tokens = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 3}
+    if version:
+        tables["char_to_id"] = vocabulary
+        tables["id_to_text"] = {str(index): token for token, index in vocabulary.items()}
     model.generation_config = hf.GenerationConfig(max_new_tokens=8, **tokens, **tables)
     model.save_pretrained(path)
     tokenizer = hf.SeamlessM4TTokenizer(
@@ -241,12 +245,12 @@ def write_seamless(path: Path, version: str = "") -> None:
     hf.SeamlessM4TProcessor(hf.SeamlessM4TFeatureExtractor(), tokenizer).save_pretrained(path)
 
 
-def seamless_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
-    model = hf.SeamlessM4TModel.from_pretrained(path).eval()
+def seamless_sound(path: Path, text: str, seed: int = 0, version: str = "") -> torch.Tensor:
+    model = getattr(hf, f"SeamlessM4T{version}Model").from_pretrained(path).eval()
     inputs = hf.AutoProcessor.from_pretrained(path)(text=[text], src_lang="eng", return_tensors="pt")
     torch.manual_seed(seed)
     with torch.inference_mode():
-        waveform, lengths = model.generate(**inputs, tgt_lang="eng", spkr_id=0)
+        waveform, lengths = model.generate(**inputs, tgt_lang="eng")
     return waveform[0, : int(lengths)]
 
 
@@ -257,6 +261,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "bark": write_bark,
     "dia": write_dia,
     "seamless_m4t": write_seamless,
+    "seamless_m4t_v2": partial(write_seamless, version="v2"),
     "musicgen": partial(write_music, kind="Musicgen"),
     "musicgen_melody": partial(write_music, kind="MusicgenMelody"),
 }
@@ -267,6 +272,7 @@ SOUNDS: dict[str, Callable[[Path, str, int], torch.Tensor]] = {
     "bark": bark_sound,
     "dia": dia_sound,
     "seamless_m4t": seamless_sound,
+    "seamless_m4t_v2": partial(seamless_sound, version="v2"),
     "musicgen": music_sound,
     "musicgen_melody": partial(music_sound, kind="MusicgenMelody"),
 }

@@ -69,6 +69,8 @@ SPEECH_ADAPTERS: dict[str, str] = {
     "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
     "SeamlessM4TForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
     "SeamlessM4TModel": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4Tv2ForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4Tv2Model": f"{_ADAPTERS}:SeamlessM4T",
     "SpeechT5ForTextToSpeech": f"{_ADAPTERS}:SpeechT5",
     "VitsModel": f"{_ADAPTERS}:Vits",
 }

@@ -53,7 +53,7 @@ class Vits(SpeechModel):
 class FastSpeech2Conformer(SpeechModel):
     """No file has the rate of the published vocoder."""
 
-    sample_rate = 22_050  # type: ignore[assignment]
+    sample_rate = 22_050
 
 
 class SpeechT5(SpeechModel):

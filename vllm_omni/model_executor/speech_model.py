@@ -158,7 +158,7 @@ class SpeechModel:
     processor: Any
     vocoder: Any
 
-    def __init__(self, model: str, settings: SpeechSettings, hf_config: PretrainedConfig, model_class: type) -> None:
+    def __init__(self, model: str, settings: SpeechSettings, hf_config: PretrainedConfig, model_class: Any) -> None:
         self.model = model
         self.settings = settings
         self.config = hf_config
@@ -298,7 +298,8 @@ class SpeechModel:
         self.processor = self.load_processor(**args)
         self.vocoder = None
         if self.needs_vocoder:
-            self.vocoder = SpeechT5HifiGan.from_pretrained(self.vocoder_path).to(device, self.module.dtype).eval()
+            vocoder: Any = SpeechT5HifiGan.from_pretrained(self.vocoder_path)
+            self.vocoder = vocoder.to(device, self.module.dtype).eval()
         self._num_marks = len(self.tokenizer(self.prepare_text(""))["input_ids"])
         for each in self.module.modules():
             if isinstance(each, torch.nn.ModuleList):
@@ -404,12 +405,10 @@ class SpeechModel:
 
     @staticmethod
     def _method(model: Any) -> Callable[..., Any]:
-        """`generate`, or `forward` of a class without its own."""
-        model_class = model if isinstance(model, type) else type(model)
-        can_generate = issubclass(model_class, GenerationMixin) or hasattr(model_class, "generate")
-        if isinstance(model, type):
-            return model.generate if can_generate else model.forward
-        return model.generate if can_generate else model
+        """`generate` of a class or model, or, without one, `forward`."""
+        if hasattr(model, "generate"):
+            return model.generate
+        return model.forward if isinstance(model, type) else model
 
 
 def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:

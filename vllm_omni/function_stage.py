@@ -51,6 +51,9 @@ class FunctionStage(ABC):
     refused before anything runs, and so is an unknown name. Requests for speech set `voice` (one of `voices`), `speed`,
     `language` and `instructions`, as far as they are declared."""
 
+    model_kind: ClassVar[str | None] = None
+    """Of a class that reads no checkpoint: the kind of the stage where a caller gives it one (`engine_args.model`)."""
+
     def __init__(self, stage: OmniStageConfig, model: str) -> None:
         self.stage = stage
         self.model = model

@@ -44,6 +44,8 @@ class ModelPackage:
             whatever the working directory and the Hugging Face hub have. Its stage configuration may set all keys.
         stage_kinds: Kinds of stages, by the name that `engine_type` has, as `module:class`: a `StageKind`. Imported in
             every process of a pipeline with such a stage.
+        speech_adapters: What the declarations of transformers' speech classes do not tell, by the name of the class, as
+            `module:class`: a `SpeechModel`. Imported where such a checkpoint is opened.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 
@@ -58,10 +60,12 @@ class ModelPackage:
     made_checkpoints: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Path | None = None
     stage_kinds: Mapping[str, str] = field(default_factory=dict)
+    speech_adapters: Mapping[str, str] = field(default_factory=dict)
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for paths in (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds):
+        named = (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds, self.speech_adapters)
+        for paths in named:
             for name, path in paths.items():
                 if path.count(":") != 1:
                     raise ValueError(f"{name}: {path!r} is not module:class")
@@ -95,6 +99,7 @@ class ModelPackage:
             "made checkpoint": self.made_checkpoints,
             "checkpoint": self.checkpoint_folders,
             "kind of stages": self.stage_kinds,
+            "speech adapter": self.speech_adapters,
             "tiny checkpoint": self.tiny_checkpoints,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
@@ -147,6 +152,11 @@ class InstalledModels:
     def stage_kinds(self) -> dict[str, str]:
         """`module:class` by `engine_type`."""
         return {name: path for models in self.packages.values() for name, path in models.stage_kinds.items()}
+
+    @functools.cached_property
+    def speech_adapters(self) -> dict[str, str]:
+        """`module:class` by the class of transformers."""
+        return {name: path for models in self.packages.values() for name, path in models.speech_adapters.items()}
 
     @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:

@@ -39,9 +39,13 @@ def stage_config_of(folder: Path, config: Any, *architectures: str) -> str:
     [
         ({"model_type": "nobody"}, "NobodyModel", ["model type `nobody`"]),
         (
-            transformers.VitsConfig(),
-            "VitsModel",
-            ["model_type 'vits' (architecture VitsModel)", "no architecture of this name that writes text"],
+            transformers.VitMatteConfig(),
+            "VitMatteForImageMatting",
+            [
+                "model_type 'vitmatte' (architecture VitMatteForImageMatting)",
+                "no architecture of this name that writes text",
+                "transformers has no class of this name that makes sound of a text",
+            ],
         ),
     ],
 )
@@ -71,6 +75,13 @@ def test_a_folder_without_a_configuration_is_refused_as_an_unknown_model(tmp_pat
 def test_a_model_that_writes_no_text_is_refused(tmp_path: Path, config: Any, architecture: str) -> None:
     with pytest.raises(StageConfigError, match=r"runs it as a pooling model, which writes no text; serve it without"):
         stage_config_of(tmp_path, config, architecture)
+
+
+def test_a_speech_model_of_transformers_runs_alone(tmp_path: Path) -> None:
+    config = transformers.VitsConfig().to_dict() | {"architectures": ["VitsModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_pipeline(OmniArgs(model=str(tmp_path)))
+    assert read.source is None and read.loaded.stage_args[0].kind.name == "transformers"
 
 
 def test_a_text_model_of_vllm_runs_alone(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_its_checks_and_the_kinds_of_this_package_remain(stages: Path) -> None:
     with pytest.raises(StageConfigError, match=r"stage 0 \(echo\): engine_args.times: must be 1 or more"):
         load_pipeline_config(stages)
     stages.write_text(STAGES.replace("engine_type: echo", "engine_type: eco"))
-    with pytest.raises(StageConfigError, match=r"'eco' \(known here: AR, DiT, echo, fake, function, generation\)"):
+    known = r"'eco' \(known here: AR, DiT, echo, fake, function, generation, transformers\)"
+    with pytest.raises(StageConfigError, match=known):
         load_pipeline_config(stages)
     stages.write_text(STAGES.replace("engine_type: echo", "engine_type: echo, function: os.getcwd"))
     with pytest.raises(StageConfigError, match="engine_type echo has no function"):

@@ -58,33 +58,38 @@ def override_stage(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniS
 
 
 def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> OmniStageConfig:
-    """The stage with the `engine_type` of an override, if it has one. Of a function that a vLLM engine replaces, and of
-    a vLLM stage that transcribes in whose place a `function` is given, only the stage's name is kept, not its settings.
+    """The stage with the `engine_type` of an override, or the one that follows from its checkpoint or function. Of a
+    stage that is replaced so, only the name is kept, not its settings.
 
     Raises:
         StageConfigError: It is none that the stage can have, or contradicts other keys.
     """
     where = f"override for {stage.label}"
-    replacement, given = stage.kind.replaceable_by, override.get(ENGINE_TYPE)
-    if FUNCTION in override and replacement is not None and given not in (None, "function"):
+    kind, given, has_function = stage.kind, override.get(ENGINE_TYPE), FUNCTION in override
+    has_model = "model" in _sections(override, where)["engine_args"]
+    others = (kind.replaceable_by, kind.model_kind)
+    if has_function and any(others) and given not in (None, "function"):
         raise StageConfigError(f"{where}: {ENGINE_TYPE} {given} has no {FUNCTION}; give one of them")
-    kind = given or (replacement if FUNCTION in override and replacement == "function" else stage.kind.name)
-    if kind == stage.kind.name:
+    name = given or kind.name
+    if given is None and has_function and kind.replaceable_by == "function":
+        name = "function"
+    elif given is None and has_model and not has_function and kind.model_kind:
+        name = kind.model_kind
+    if name == kind.name:
         return stage
-    if kind != replacement:
+    if name not in others:
         raise StageConfigError(
-            f"{where}: {ENGINE_TYPE}: {stage.kind.name} cannot be {kind!r}; a function that accepts audio, without "
+            f"{where}: {ENGINE_TYPE}: {kind.name} cannot be {name!r}; a function that accepts audio, without "
             "sources, can be AR"
         )
-    if kind == "function":
-        if FUNCTION not in override:
-            raise StageConfigError(f"{where}: {ENGINE_TYPE} {kind} needs a {FUNCTION}")
-        return _bare(stage, kind, str(override[FUNCTION]), StageRuntimeConfig())
-    if "model" not in _sections(override, where)["engine_args"]:
-        raise StageConfigError(
-            f"{where}: {ENGINE_TYPE} {kind} needs a checkpoint that transcribes: set engine_args.model"
-        )
-    return _bare(stage, "AR", None, stage.runtime)
+    if name == "function":
+        if not has_function:
+            raise StageConfigError(f"{where}: {ENGINE_TYPE} {name} needs a {FUNCTION}")
+        return _bare(stage, name, str(override[FUNCTION]), StageRuntimeConfig())
+    if not has_model:
+        does = "transcribes" if name == kind.replaceable_by else "speaks"
+        raise StageConfigError(f"{where}: {ENGINE_TYPE} {name} needs a checkpoint that {does}: set engine_args.model")
+    return _bare(stage, name, None, stage.runtime)
 
 
 def _bare(stage: OmniStageConfig, kind: str, function: str | None, runtime: StageRuntimeConfig) -> OmniStageConfig:

@@ -84,7 +84,8 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         stage_id: Unique number; the order of stages and of their sampling parameters.
         engine_type: Its kind: `AR` (tokens one by one), `generation` (one forward for each request), `DiT` (a diffusers
-            pipeline), `function` (a plain Python function), `fake` (for tests), or one of an installed package.
+            pipeline), `transformers` (a speech model of transformers), `function` (a plain Python function), `fake`
+            (for tests), or one of an installed package.
         stage_type: Older form of `engine_type`: `llm`, `diffusion` or `function`.
         runtime: Where the stage runs.
         engine_args: Any argument of vLLM's `EngineArgs`, and `model_stage` (the stage's name), `model_arch`,
@@ -217,6 +218,11 @@ class StageKind:
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
         verbs: What an operator can ask of it (`vllm_omni.control`).
+        speaks_replies: It may make sound of the text that its source writes.
+        checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
+            checkpoint is, and the file that tells.
+        model_kind: The `engine_type` that the stage has in its place where an override gives it a checkpoint; None: it
+            remains as it is.
     """
 
     has_function = False
@@ -231,6 +237,9 @@ class StageKind:
     quantization: str | None = None
     spins = False
     verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
+    speaks_replies = False
+    checkpoint_is = ""
+    checkpoint_file = ""
 
     def __init__(self, name: str, stage: OmniStageConfig) -> None:
         self.name = name
@@ -256,6 +265,10 @@ class StageKind:
     @property
     def replaceable_by(self) -> str | None:
         """The `engine_type` that an override may give the stage instead."""
+        return None
+
+    @property
+    def model_kind(self) -> str | None:
         return None
 
     @property
@@ -329,6 +342,14 @@ class StageKind:
         Raises:
             StageConfigError: An engine argument is wrong.
         """
+
+    def with_checkpoint(self, model: str) -> OmniStageConfig:
+        """The stage with what follows from its checkpoint.
+
+        Raises:
+            StageConfigError: It cannot be read, or cannot run.
+        """
+        return self.stage
 
     def longest_length(self, model: str) -> int | None:
         """The length of its checkpoint, if its `max_model_len` is longer, and nothing else is wrong; else None."""

@@ -25,7 +25,7 @@ def why_not_text(model: str, hf_config: PretrainedConfig, engine_args: Mapping[s
     Args:
         engine_args: vLLM's, some of which decide that.
     """
-    is_known = any(name in ModelRegistry.get_supported_archs() for name in hf_config.architectures or ())
+    is_known = is_of_vllm(hf_config)
     if not is_known and not _writes_text(hf_config):
         return "vLLM has no architecture of this name that writes text"
     try:
@@ -36,6 +36,11 @@ def why_not_text(model: str, hf_config: PretrainedConfig, engine_args: Mapping[s
     if config.runner_type != "generate":
         return f"vLLM runs it as a {config.runner_type} model, which writes no text; serve it without --omni"
     return None
+
+
+def is_of_vllm(hf_config: PretrainedConfig) -> bool:
+    """Whether vLLM has the architecture of a checkpoint, which may come from an installed package."""
+    return any(name in ModelRegistry.get_supported_archs() for name in hf_config.architectures or ())
 
 
 def _writes_text(hf_config: PretrainedConfig) -> bool:

@@ -331,10 +331,10 @@ class RequestBuilder:
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
 
     def _speaks_text(self, stage: OmniStageConfig) -> bool:
-        """Whether it is a function that speaks the text of a chat's answer."""
+        """Whether it is a stage that speaks the text of a chat's answer."""
         writer = self.prompt_stage
         reads_it = writer is not None and stage.engine_input_source == [writer.stage_id]
-        return reads_it and stage.kind.has_function and stage.final_output_type == "audio"
+        return reads_it and stage.kind.speaks_replies and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one."""

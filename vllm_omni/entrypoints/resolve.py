@@ -24,8 +24,9 @@ from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, 
 from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.engine.hub import check_on_hub
 from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
-from vllm_omni.engine.text_models import why_not_text
+from vllm_omni.engine.text_models import is_of_vllm, why_not_text
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.speech_model import find_speech_class
 from vllm_omni.model_packages import find_models
 from vllm_omni.placement.budgets import apply_budgets
 
@@ -43,7 +44,8 @@ class ReadPipeline:
     """A pipeline's configuration for any machine, after each step of its resolution.
 
     Attributes:
-        source: The stage configuration file; None for a diffusers model, whose only stage needs none.
+        source: The stage configuration file; None for a model of diffusers, or a speech model of transformers, whose
+            only stage needs none.
         loaded: The content of the file.
         with_arguments: The same with the caller's arguments.
         with_checkpoints: The same with the stages' own checkpoints resolved, and no `max_model_len` above theirs.
@@ -89,7 +91,7 @@ def read_pipeline(args: OmniArgs) -> ReadPipeline:
         StageConfigError: There is no such checkpoint, or the configuration or an argument is wrong.
     """
     source = _source(args)
-    loaded = _single_diffusion_stage(args) if source is None else _load(source, args)
+    loaded = _single_stage(args) if source is None else _load(source, args)
     with_arguments = apply_arguments(
         loaded.with_runtime(**args.runtime_overrides), args.engine_args, args.stage_overrides
     )
@@ -118,7 +120,7 @@ def _load(source: Path, args: OmniArgs) -> PipelineConfig:
 
 
 def _source(args: OmniArgs) -> Path | None:
-    """The stage configuration of a checkpoint; None for a diffusers pipeline."""
+    """The stage configuration of a checkpoint; None for one that is the only stage."""
     if args.stage_configs_path is not None:
         return find_stage_configs(args.stage_configs_path)
     model = args.model
@@ -138,18 +140,22 @@ def _source(args: OmniArgs) -> Path | None:
     return _source_by_model_type(model, args.engine_args)
 
 
-def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path:
-    """The configuration of a model that a package has, or that of text models if vLLM serves it as one."""
+def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | None:
+    """The configuration of a model that a package has, or that of text models if vLLM serves it as one; None for a
+    speech model of transformers."""
     models = find_models()
     hf_config = _read_hf_config(model, engine_args)
     if hf_config.model_type in models.stage_configs:
         return models.stage_configs[hf_config.model_type]
+    if find_speech_class(hf_config) is not None and not is_of_vllm(hf_config):
+        return None
     for_vllm = {name: value for name, value in engine_args.items() if name in VLLM_ARGUMENTS}
     reason = why_not_text(model, hf_config, for_vllm)
     if reason is not None:
         raise StageConfigError(
             f"{model}: no package has a stage configuration for model_type {hf_config.model_type!r} (architecture "
-            f"{', '.join(hf_config.architectures or ['not given'])}), and it is no text model: {reason}\n"
+            f"{', '.join(hf_config.architectures or ['not given'])}), it is no text model: {reason}, and "
+            "transformers has no class of this name that makes sound of a text\n"
             f"{models.describe()}"
         )
     return models.stage_configs["text"]
@@ -174,18 +180,35 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
-def _single_diffusion_stage(args: OmniArgs) -> PipelineConfig:
-    """A diffusers pipeline as the only stage; the output type follows from the pipeline's class."""
+def _single_stage(args: OmniArgs) -> PipelineConfig:
+    """A diffusers pipeline, or a speech model of transformers, as the only stage."""
+    is_diffusion = is_diffusers_model(args.model, args.engine_args.get("revision"))
+    stage = _diffusion_stage(args) if is_diffusion else _speech_stage()
+    return PipelineConfig(stage_args=[stage])
+
+
+def _speech_stage() -> OmniStageConfig:
+    return OmniStageConfig(
+        stage_id=0,
+        engine_type="transformers",
+        engine_args={"model_stage": "speech"},
+        accepts="text",
+        final_output=True,
+        final_output_type="audio",
+    )
+
+
+def _diffusion_stage(args: OmniArgs) -> OmniStageConfig:
+    """The output type follows from the pipeline's class."""
     settings = {name: value for name, value in args.engine_args.items() if name in DIT_SETTINGS}
     info = PipelineInfo.load(args.model, parse_dit_config(settings, args.model))
-    stage = OmniStageConfig(
+    return OmniStageConfig(
         stage_id=0,
         engine_type="DiT",
         engine_args={"model_stage": "diffusion"},
         final_output=True,
         final_output_type=info.output_type,
     )
-    return PipelineConfig(stage_args=[stage])
 
 
 def apply_arguments(
@@ -232,7 +255,7 @@ def _overrides_by_stage(
 
 def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
     """Replaces every stage's own `engine_args.model` and `engine_args.tokenizer` by an absolute path or a name on the
-    hub.
+    hub, and adds what follows from a checkpoint.
 
     Of a pipeline on the hub the folders are downloaded, and checkpoints that a package makes
     (`ModelPackage.made_checkpoints`) are made, without weights, which `fetch_weights` adds.
@@ -248,7 +271,7 @@ def resolve_checkpoints(config: PipelineConfig, model: str) -> PipelineConfig:
             name: _resolve_checkpoint(value, model, args.get("revision"), f"{stage.label}: engine_args.{name}")
             for name, value in own.items()
         }
-        stages.append(msgspec.structs.replace(stage, engine_args=args | found))
+        stages.append(msgspec.structs.replace(stage, engine_args=args | found).kind.with_checkpoint(model))
     return config.with_stage_args(stages)
 
 

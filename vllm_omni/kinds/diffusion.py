@@ -31,6 +31,8 @@ class Diffusion(StageKind):
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
     verbs = StageKind.verbs | {AddLoRA, ResetEncoderCache}
+    checkpoint_is = "a diffusers pipeline"
+    checkpoint_file = "model_index.json"
 
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> StageKind:

@@ -31,6 +31,7 @@ class Function(Fake):
     """`function`: calls a function, one for batches, or the methods of a `FunctionStage`."""
 
     has_function = True
+    speaks_replies = True
 
     @property
     def accepts_input(self) -> bool:
@@ -39,6 +40,13 @@ class Function(Fake):
     @property
     def replaceable_by(self) -> str | None:
         return "AR" if self.stage.accepts == "audio" and not self.stage.engine_input_source else None
+
+    @property
+    def model_kind(self) -> str | None:
+        from vllm_omni.function_stage import load_function_stage
+
+        function = load_function_stage(self.stage)
+        return None if function is None else function.model_kind
 
     def check(self) -> None:
         if bool(self.stage.function) == bool(self.stage.batch_function):

@@ -57,10 +57,28 @@ STAGE_KINDS: dict[str, str] = {
     "AR": "vllm_omni.kinds.vllm:Autoregressive",
     "generation": "vllm_omni.kinds.vllm:Generation",
     "DiT": "vllm_omni.kinds.diffusion:Diffusion",
+    "transformers": "vllm_omni.kinds.transformers:Transformers",
     "function": "vllm_omni.kinds.function:Function",
     "fake": "vllm_omni.kinds.function:Fake",
 }
 """By `engine_type`: the kinds of stages."""
+
+_ADAPTERS = "vllm_omni.model_executor.speech_adapters"
+
+SPEECH_ADAPTERS: dict[str, str] = {
+    "BarkModel": f"{_ADAPTERS}:Bark",
+    "DiaForConditionalGeneration": f"{_ADAPTERS}:Dia",
+    "FastSpeech2ConformerWithHifiGan": f"{_ADAPTERS}:FastSpeech2Conformer",
+    "MusicgenForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
+    "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
+    "SeamlessM4TForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4TModel": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4Tv2ForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
+    "SeamlessM4Tv2Model": f"{_ADAPTERS}:SeamlessM4T",
+    "SpeechT5ForTextToSpeech": f"{_ADAPTERS}:SpeechT5",
+    "VitsModel": f"{_ADAPTERS}:Vits",
+}
+"""By the class of transformers: what its declarations do not tell."""
 
 MODELS = ModelPackage(
     architectures=OMNI_MODELS,
@@ -70,4 +88,5 @@ MODELS = ModelPackage(
     made_checkpoints=MADE_CHECKPOINTS,
     checkpoints=Path(__file__).parents[1] / "checkpoints",
     stage_kinds=STAGE_KINDS,
+    speech_adapters=SPEECH_ADAPTERS,
 )

@@ -80,6 +80,7 @@ class Voice(FunctionStage):
     """
 
     parameters = VoiceParameters
+    model_kind = "transformers"
 
     @classmethod
     def voices(cls) -> Sequence[str]:

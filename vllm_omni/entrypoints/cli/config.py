@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import STAGE_KEYS, overridden_keys
+from vllm_omni.config.stage import StageKind
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, set_up_logging
@@ -120,11 +121,16 @@ class ConfigValues:
         if path in self._lines:
             return f"{self._file}:{self._lines[path]}"
         if name == "final_output_type":
-            return "checkpoint: model_index.json"
+            return f"checkpoint: {self._only_kind.checkpoint_file}"
         if path[0] == "stage_args" and path[2] == "engine_args":
             return "vllm_omni"
         is_inferred = self._resolved.source is None and name in ("stage_id", "engine_type", "final_output")
-        return "checkpoint: is a diffusers pipeline" if is_inferred else DEFAULT
+        return f"checkpoint: is {self._only_kind.checkpoint_is}" if is_inferred else DEFAULT
+
+    @property
+    def _only_kind(self) -> StageKind:
+        """The kind of the stage of a pipeline without a file."""
+        return self._resolved.loaded.stage_args[0].kind
 
     def _placements(self, stage: OmniStageConfig) -> Iterator[ConfigValue]:
         """Where the replicas of a stage with several will be."""
@@ -201,7 +207,8 @@ def _check_values(resolved: ResolvedPipeline, model: str) -> None:
 
 def _as_yaml(args: OmniArgs, resolved: ResolvedPipeline, values: Iterable[ConfigValue]) -> str:
     """The configuration with aligned comments."""
-    source = "one, for a diffusers pipeline" if resolved.source is None else str(resolved.source)
+    kind = resolved.loaded.stage_args[0].kind
+    source = f"one, for {kind.checkpoint_is}" if resolved.source is None else str(resolved.source)
     rows = [(f"# model: {args.model}", ""), (f"# stages: {source}", "")]
     open_path: KeyPath = ()
     for value in values:

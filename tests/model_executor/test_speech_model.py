@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speech models of transformers: what their files tell, and that their sounds are those of transformers alone."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.small_apps import send
+from tests.model_executor.tiny_speech import SOUNDS, TEXTS, WRITERS, write_vits
+from vllm_omni import AsyncOmniLLM, OmniLLM
+from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.utils import find_checkpoint
+from vllm_omni.entrypoints.resolve import read_pipeline
+from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.inputs import StageRequest
+from vllm_omni.kinds.transformers import Transformers
+from vllm_omni.model_executor.speech_model import SpeechModel
+from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.stage.engines.transformers import SpeechFunction
+
+SEED = 5
+
+
+@pytest.fixture(scope="session")
+def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes the checkpoint of a family once."""
+    written: dict[str, Path] = {}
+
+    def write(family: str) -> Path:
+        if family not in written:
+            written[family] = tmp_path_factory.mktemp(family)
+            WRITERS[family](written[family])
+        return written[family]
+
+    return write
+
+
+def open_model(path: Path) -> tuple[Transformers, SpeechModel]:
+    (stage,) = read_pipeline(OmniArgs(model=str(path))).with_checkpoints.stage_args
+    assert isinstance(stage.kind, Transformers)
+    return stage.kind, stage.kind.open_model(str(path))
+
+
+def function_of(path: Path) -> SpeechFunction:
+    kind, speech = open_model(path)
+    function = SpeechFunction(kind.stage, speech)
+    function.start()
+    return function
+
+
+def speak(function: SpeechFunction, *texts: str, **parameters: Any) -> list[torch.Tensor]:
+    """The sounds of texts that wait at the same time."""
+    requests = [StageRequest(request_id=str(i), parameters={"seed": SEED} | parameters) for i in range(len(texts))]
+    sources = [
+        {-1: StageOutput(request_id=str(i), stage_id=-1, completions=[Completion(text=text)])}
+        for i, text in enumerate(texts)
+    ]
+    results = function.windows(requests, sources)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return [result["audio"] for result in results]
+
+
+def test_a_checkpoint_is_a_stage_without_a_file(tiny_speech: Callable[[str], Path]) -> None:
+    read = read_pipeline(OmniArgs(model=str(tiny_speech("vits"))))
+    (stage,) = read.with_checkpoints.stage_args
+    assert read.source is None
+    assert (stage.kind.name, stage.final_output_type, stage.sample_rate) == ("transformers", "audio", 16000)
+    parameters = stage.kind.load_parameters()
+    assert parameters.names == ("seed", "speed") and parameters.voices == ()
+    with pytest.raises(StageConfigError, match="no stage of this pipeline has an engine argument 'dtipe'"):
+        read_pipeline(OmniArgs(model=str(tiny_speech("vits")), engine_args={"dtipe": "float32"}))
+    with pytest.raises(StageConfigError, match=r"engine_args\.dtype: Invalid enum value 'int3'"):
+        read_pipeline(OmniArgs(model=str(tiny_speech("vits")), engine_args={"dtype": "int3"}))
+
+
+def test_it_is_the_voice_of_talk_in_one_line(tiny_speech: Callable[[str], Path]) -> None:
+    pytest.importorskip("hibari")
+    model, folder = find_checkpoint("talk"), str(tiny_speech("vits"))
+    overrides = {"tts": {"engine_args": {"model": folder}}}
+    config = read_pipeline(OmniArgs(model=model, stage_overrides=overrides)).with_checkpoints
+    stage = config.stages[2]
+    assert (stage.kind.name, stage.name, stage.function, stage.sample_rate) == ("transformers", "tts", None, 16000)
+    assert (stage.accepts, stage.engine_input_source, stage.engine_args["model"]) == ("text", [1], folder)
+    own = read_pipeline(OmniArgs(model=model)).with_checkpoints.stages[2]
+    assert own.kind.name == "function" and own.sample_rate == 24000
+
+
+def test_speakers_are_voices(tmp_path: Path) -> None:
+    write_vits(tmp_path, num_speakers=3, speaker_embedding_size=8)
+    (stage,) = read_pipeline(OmniArgs(model=str(tmp_path))).with_checkpoints.stage_args
+    assert stage.kind.load_parameters().voices == ("0", "1", "2")
+    function = function_of(tmp_path)
+    first, second = (speak(function, TEXTS[0], voice=voice)[0] for voice in "02")
+    expected = SOUNDS["vits"](tmp_path, TEXTS[0], SEED, speaker_id=2)  # type: ignore[call-arg]
+    torch.testing.assert_close(second, expected, rtol=0, atol=1e-4)
+    assert first.shape != second.shape or not torch.allclose(first, second)
+
+
+def test_speed_and_seed_are_the_models(tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech("vits")
+    function = function_of(path)
+    (sound,) = speak(function, TEXTS[1], speed=0.5)
+    expected = SOUNDS["vits"](path, TEXTS[1], SEED, speaking_rate=0.5)  # type: ignore[call-arg]
+    torch.testing.assert_close(sound, expected, rtol=0, atol=1e-4)
+    (other,) = speak(function, TEXTS[1], speed=0.5, seed=SEED + 1)
+    assert sound.shape != other.shape or not torch.allclose(sound, other)
+
+
+def test_a_text_is_cut_for_clients_that_stream(tiny_speech: Callable[[str], Path]) -> None:
+    function = function_of(tiny_speech("vits"))
+    text = "It is late. The sea is quiet!\n*** The wind is cold."
+    assert function.cut(text, "r", streams=False) == [text]
+    parts = function.cut(text, "r", streams=True)
+    assert len(parts) == 3 and "".join(parts) == text
+    with pytest.raises(InvalidRequestError, match="nothing that this model reads"):
+        function.cut("☃", "r", streams=True)
+
+
+def test_a_long_text_is_cut_or_refused(tiny_speech: Callable[[str], Path]) -> None:
+    function = function_of(tiny_speech("vits"))
+    function.speech.max_text_tokens = 40  # Each letter has a blank beside it.
+    assert function.cut("It is late. We are here.", "r", streams=False) == ["It is late. ", "We are here."]
+    with pytest.raises(InvalidRequestError, match="has 51 tokens, and this model reads at most 40"):
+        function.cut("It is late. " + 25 * "a", "r", streams=False)
+    with pytest.raises(InvalidRequestError, match="reads at most 40"):
+        speak(function, 25 * "a")
+
+
+def test_an_abort_of_all_requests_ends_a_call(tiny_speech: Callable[[str], Path]) -> None:
+    function = function_of(tiny_speech("vits"))
+    aborted = threading.Event()
+    calls = itertools.count()
+
+    class Aborted(Exception):
+        pass
+
+    def gate() -> None:
+        next(calls)
+        if aborted.is_set():
+            raise Aborted
+
+    function.speech.gate = gate
+    speak(function, TEXTS[0])
+    layers = next(calls)
+    aborted.set()
+    with pytest.raises(Aborted):
+        function.speech.compute([TEXTS[0]], function.parameters())
+    assert layers > 5 and next(calls) == layers + 2, "the call has ended at its first layer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WRITERS)
+class TestParity:
+    def test_one_by_one(self, family: str, tiny_speech: Callable[[str], Path]) -> None:
+        path = tiny_speech(family)
+        function = function_of(path)
+        for text in TEXTS:
+            (sound,) = speak(function, text)
+            expected = SOUNDS[family](path, text, SEED)
+            assert sound.numel() > 10 and sound.abs().max() > 0
+            torch.testing.assert_close(sound, expected.float(), rtol=0, atol=1e-4)
+
+    def test_together(self, family: str, tiny_speech: Callable[[str], Path]) -> None:
+        function = function_of(tiny_speech(family))
+        alone = [speak(function, text)[0] for text in TEXTS]
+        for _ in range(2):  # The first call finds out whether texts are joined.
+            together = speak(function, *TEXTS)
+            for one, other in zip(alone, together, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        assert function._joins is JOINS[family]
+
+
+JOINS = {
+    **dict.fromkeys(("vits", "dia", "musicgen", "musicgen_melody"), True),
+    **dict.fromkeys(("fastspeech2", "speecht5", "seamless_m4t_v2"), False),
+    **dict.fromkeys(("bark", "seamless_m4t"), None),  # Their sounds have equal lengths, which shows nothing.
+}
+
+
+@pytest.mark.slow
+def test_a_pipeline_speaks(tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech("vits")
+    with OmniLLM(str(path)) as llm:
+        outputs = llm.generate(list(TEXTS), {"seed": SEED}, use_tqdm=False)
+        for text, output in zip(TEXTS, outputs, strict=True):
+            expected = SOUNDS["vits"](path, text, SEED)
+            torch.testing.assert_close(output.multimodal_output["audio"], expected, rtol=0, atol=1e-4)
+            assert output.sample_rate == 16000
+        for prompt, problem in (("☃", "nothing that this model reads"), ({"prompt": ""}, "")):
+            with pytest.raises(InvalidRequestError, match=problem):
+                llm.generate([prompt], use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="unknown parameter 'sped'"):
+            llm.generate([TEXTS[0]], {"sped": 2}, use_tqdm=False)
+        assert llm.generate([TEXTS[2]], use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_server_speaks(tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech("vits")
+
+    def speak_over_http(**fields: Any) -> Any:
+        return send(app, "POST", "/v1/audio/speech", json={"input": TEXTS[1], "response_format": "pcm", **fields})
+
+    with AsyncOmniLLM(str(path)) as llm:
+        app = FakeServer(llm).app
+        whole = speak_over_http(stream=False, seed=SEED)
+        assert whole.status_code == 200, whole.text
+        expected = SOUNDS["vits"](path, TEXTS[1], SEED).clamp(-1, 1)
+        samples = torch.from_numpy(np.frombuffer(whole.content, "<i2") / 32768).float()
+        torch.testing.assert_close(samples, expected, rtol=0, atol=1e-3)
+        assert whole.headers["X-Sample-Rate"] == "16000"
+        slow = speak_over_http(stream=False, seed=SEED, speed=0.5)
+        expected = SOUNDS["vits"](path, TEXTS[1], SEED, speaking_rate=0.5)  # type: ignore[call-arg]
+        assert len(slow.content) == 2 * len(expected), "the model speaks slowly, not the encoder"
+        assert speak_over_http(stream=True, seed=SEED).content, "clauses, one after the other"
+        for name in ("mp3", "opus", "aac", "flac", "wav"):
+            assert speak_over_http(response_format=name).status_code == 200, name
+        for fields, words in (
+            ({"input": "\u2603"}, "nothing that this model reads"),
+            ({"speed": 4.5}, "speed"),
+            ({"pitch": 2}, "reads no 'pitch'"),
+            ({"seed": -1}, "seed"),
+        ):
+            refused = speak_over_http(**fields)
+            assert refused.status_code in (400, 422) and words in refused.text, refused.text
+        voices = send(app, "GET", "/v1/audio/voices").json()
+        assert voices["voices"] == []
+        assert speak_over_http(stream=False, seed=SEED).content == whole.content

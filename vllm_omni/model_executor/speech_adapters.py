@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the declarations of transformers' speech classes do not tell, for each class: a few lines each."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import is_uroman_available
+
+from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.row_noise import RowNoise
+from vllm_omni.model_executor.speech_model import SpeechModel
+
+
+class Vits(SpeechModel):
+    """Rows together: the noise of a row does not have its padding, and neither has the vocoder's input."""
+
+    joins = True
+
+    def load(self, device: torch.device) -> None:
+        super().load(device)
+        if getattr(self.processor, "is_uroman", False) and not is_uroman_available():
+            raise StageConfigError(f"{self.model}: its texts are romanized by uroman; install it: pip install uroman")
+
+    def call_rows(self, inputs: Mapping[str, Any], options: Mapping[str, Any], noise: RowNoise) -> Any:
+        model = self.module
+        noise.lengths = inputs["attention_mask"].sum(1).tolist()
+        decode, factor = model.decoder.forward, 1.0 / options["speaking_rate"]
+
+        def read_lengths(module: Any, args: Any, log_durations: torch.Tensor) -> None:
+            durations = torch.ceil(torch.exp(log_durations) * args[1] * factor)
+            noise.lengths = torch.clamp_min(durations.sum([1, 2]), 1).long().tolist()
+
+        def decode_rows(frames: torch.Tensor, *args: Any) -> torch.Tensor:
+            rows = zip(frames.split(1), noise.lengths or (), strict=True)
+            sounds = [decode(row[..., :length], *args).squeeze(0).T for row, length in rows]
+            return torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True).transpose(1, 2)
+
+        handle = model.duration_predictor.register_forward_hook(read_lengths)
+        model.decoder.forward = decode_rows
+        try:
+            return self.call(inputs, options)
+        finally:
+            handle.remove()
+            del model.decoder.forward
+
+
+class FastSpeech2Conformer(SpeechModel):
+    """No file has the rate of the published vocoder."""
+
+    sample_rate = 22_050
+
+
+class SpeechT5(SpeechModel):
+    """Voices are x-vectors in files; the vocoder is an argument."""
+
+    @cached_property
+    def voices(self) -> Sequence[str]:
+        folder = Path(self.settings.voices or Path(self.model, "voices"))
+        names = sorted(path.stem for path in folder.glob("*.npy"))
+        if not names:
+            size = self.config.speaker_embedding_dim
+            raise StageConfigError(
+                f"{self.model}: there is no voice in {folder}; put an x-vector of {size} numbers there, NAME.npy, or "
+                "set engine_args.voices to the folder that has it"
+            )
+        return names
+
+    def load_processor(self, **args: Any) -> Any:
+        return AutoTokenizer.from_pretrained(self.model, **args)
+
+    def voice_options(self, voice: str, num_rows: int) -> dict[str, Any]:
+        path = Path(self.settings.voices or Path(self.model, "voices"), f"{voice}.npy")
+        vector = torch.from_numpy(np.load(path, allow_pickle=False)).reshape(1, -1)
+        return {"speaker_embeddings": vector.to(self.module.device, self.module.dtype).expand(num_rows, -1)}
+
+    def call(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        return self.module.generate(**inputs, **options, vocoder=self.vocoder)
+
+    def call_rows(self, inputs: Mapping[str, Any], options: Mapping[str, Any], noise: RowNoise) -> Any:
+        return self.call(inputs, {**options, "return_output_lengths": True})
+
+
+class Bark(SpeechModel):
+    """Voices are presets of the processor; texts are filled up to a fixed length."""
+
+    generation_parameters = ("do_sample", "temperature")
+    limits_tokens = False
+
+    @cached_property
+    def voices(self) -> Sequence[str]:
+        return [name for name in self.read_json("speaker_embeddings_path.json") if name != "repo_or_path"]
+
+    @cached_property
+    def max_text_tokens(self) -> int:
+        return self.module.generation_config.semantic_config["max_input_semantic_length"]
+
+    def encode(self, texts: Sequence[str], parameters: Any) -> Mapping[str, Any]:
+        voice = getattr(parameters, "voice", None)
+        return self.processor(text=list(texts), voice_preset=voice, max_length=self.max_text_tokens)
+
+    def voice_options(self, voice: str, num_rows: int) -> dict[str, Any]:
+        return {}
+
+    def call_rows(self, inputs: Mapping[str, Any], options: Mapping[str, Any], noise: RowNoise) -> Any:
+        return self.call(inputs, {**options, "return_output_lengths": True})
+
+
+class Dia(SpeechModel):
+    """A text names its speaker; the processor has the codec."""
+
+    joins = True
+
+    def load_processor(self, **args: Any) -> Any:
+        processor = super().load_processor(**args)
+        processor.audio_tokenizer.to(self.module.device).eval()
+        return processor
+
+    def prepare_text(self, text: str) -> str:
+        return text if text.startswith("[S") else f"[S1] {text}"
+
+    def decode(self, output: Any, num_rows: int) -> list[torch.Tensor]:
+        return self.processor.batch_decode(output)
+
+
+class SeamlessM4T(SpeechModel):
+    """The text has a language of its own, and its speech may have another."""
+
+    generation_parameters = ("do_sample", "temperature", "top_k", "top_p")
+    limits_tokens = False
+
+    @cached_property
+    def parameters(self) -> type[msgspec.Struct]:
+        own = [("source_language", str, self.languages[0])] if self.languages else []
+        return msgspec.defstruct("SpeechParameters", own, bases=(super().parameters,), frozen=True)
+
+    def encode(self, texts: Sequence[str], parameters: Any) -> Mapping[str, Any]:
+        language = getattr(parameters, "source_language", None)
+        return self.processor(text=list(texts), src_lang=language, return_tensors="pt", padding=True)
+
+
+class Musicgen(SpeechModel):
+    """The text is a prompt; without a recording the tokenizer is enough."""
+
+    joins = True
+    speaks = False
+
+    def load_processor(self, **args: Any) -> Any:
+        return AutoTokenizer.from_pretrained(self.model, **args)

@@ -55,9 +55,13 @@ def describe(health: list[StageHealth], seconds: float, num_bytes: int) -> str:
     num_ready = len(health) - len(starting)
     filled = _WIDTH * num_ready // len(health)
     names = f" ({', '.join(starting)})" if starting else ""
-    downloaded = f", {num_bytes / 1e9:.1f} GB downloaded" if num_bytes else ""
+    downloaded = f", {_size(num_bytes)} downloaded" if num_bytes else ""
     bar = "\u2588" * filled + "\u2591" * (_WIDTH - filled)
     return f"loading {bar} {num_ready} of {len(health)} stages, {seconds:.0f} s{names}{downloaded}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _log(health: Callable[[], list[StageHealth]], downloads: "Downloads", ended: threading.Event) -> None:
@@ -65,7 +69,7 @@ def _log(health: Callable[[], list[StageHealth]], downloads: "Downloads", ended:
     while not ended.wait(_LINE_INTERVAL_S):
         starting = ", ".join(stage.name for stage in health() if stage.state != "ready")
         num_bytes = downloads.num_bytes()
-        downloaded = f"; {num_bytes / 1e9:.1f} GB downloaded" if num_bytes else ""
+        downloaded = f"; {_size(num_bytes)} downloaded" if num_bytes else ""
         logger.info("still loading after %.0f s: %s%s", time.monotonic() - start, starting, downloaded)
 
 

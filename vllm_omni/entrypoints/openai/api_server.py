@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.openai import (
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
+from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
 from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
@@ -51,7 +52,7 @@ STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/canc
 """Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
-        "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
+        "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions",
         "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", *STORED_PATHS,
     }
 )  # fmt: skip
@@ -61,6 +62,7 @@ _ONE_ANSWER = "an answer of each stage's process; messages between processes go 
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 _RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
+    "/redoc": "a network, for the browser; `/docs` has the same and needs none",
     "/invocations": "SageMaker's handlers, which call those that are replaced",
     **dict.fromkeys(
         ("/generative_scoring", "/v1/systemone", "/v1/decisions"),
@@ -111,11 +113,14 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     client.limits = limits_from(args, RequestLimits)
     root = logging.getLogger()
     level = root.level
+    args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
     others = OWN_PATHS | WITHHELD_PATHS.keys()
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
+    if args.enable_offline_docs:
+        add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
     for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)

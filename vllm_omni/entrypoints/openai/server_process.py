@@ -13,6 +13,7 @@ import ctypes
 import logging
 import os
 import queue
+import re
 import signal
 import socket
 import stat
@@ -55,6 +56,8 @@ _TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 UNSENT_BYTES = 1 << 17
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
+
+_POLLED = re.compile(r"/(health|readyz|ping|metrics|static/.*|v1/pipeline/requests/[^/]+|v1/videos/[^/]+)")
 
 _EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -112,7 +115,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     shutdown = await serve_http(
         app,
         sock=listener,
-        http=http_protocol(*watch),
+        http=http_protocol(*watch, lambda method, path: is_logged(method, path.removeprefix(app.root_path))),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
@@ -123,6 +126,11 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         **options,
     )
     await shutdown
+
+
+def is_logged(method: str, path: str) -> bool:
+    """Whether the access log has a request that succeeds: not the traffic of an open page, nor polls."""
+    return not (path.startswith(PLAYGROUND_PATH) or (method in ("GET", "HEAD") and _POLLED.fullmatch(path)))
 
 
 def pages(args: Namespace) -> Iterator[tuple[str, str]]:

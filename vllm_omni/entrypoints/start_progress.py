@@ -49,6 +49,16 @@ def start_progress(health: Callable[[], list[StageHealth]], checkpoints: Iterabl
         thread.join()
 
 
+@contextmanager
+def showing(what: str) -> Iterator[None]:
+    """Shows on the terminal of a quiet process what is done, with its seconds, until it ends."""
+    if is_quiet() and is_terminal(stream := quiet_stream()):
+        with StatusLine(lambda seconds: f"{what} ... {seconds:.0f} s", stream):
+            yield
+    else:
+        yield
+
+
 def describe(health: list[StageHealth], seconds: float, num_bytes: int) -> str:
     """`loading ████░░░░ 1 of 2 stages, 12 s (llm), 3.2 GB downloaded`"""
     starting = [stage.name for stage in health if stage.state != "ready"]

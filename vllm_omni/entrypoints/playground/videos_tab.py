@@ -19,7 +19,11 @@ from vllm_omni.entrypoints.playground.stop_button import connect_stop, enable_at
 
 _POLL_S = 0.5
 _STATE_CSS = """
-progress { display: block; width: 100%; height: 10px; margin-bottom: 8px; accent-color: var(--primary-500); }
+.bar { height: 8px; margin-bottom: 8px; border-radius: 4px; background: var(--border-color-primary); }
+.bar i { display: block; height: 100%; border-radius: 4px; background: var(--primary-500); }
+"""
+_BAR = """
+<div class="bar" role="progressbar" aria-valuenow="{percent}"><i style="width: {percent}%"></i></div>
 """
 
 
@@ -47,7 +51,9 @@ class VideosTab:
                 self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
         inputs = [last, prompt, image, negative, *self._sampling.components]
         enable_at(stop, [generate.click])
-        generating = generate.click(self._generate, inputs, [self._video, state], api_visibility="private")
+        generating = generate.click(
+            self._generate, inputs, [self._video, state], show_progress_on=self._video, api_visibility="private"
+        )
         connect_stop(stop, [generating], lambda: _state("Stopped."), [state])
 
     async def _generate(
@@ -87,5 +93,5 @@ class VideosTab:
 
 def _state(text: str, percent: int | None = None) -> str:
     """HTML of what becomes of the job, below a bar while it runs."""
-    bar = "" if percent is None else f'<progress max="100" value="{percent}"></progress>'
+    bar = "" if percent is None else _BAR.format(percent=percent)
     return f"{bar}<p>{escape(text)}</p>"

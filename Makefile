@@ -69,7 +69,7 @@ seams: $(STAMP)  ## Write scripts/vllm_seams again, after a change of what we ta
 
 clients: $(CLIENTS_STAMP) $(CLIENTS_NPM_STAMP)  ## Install the clients that the slow tests run, in environments of their own
 
-programs:  ## Install what tests run in Chromium and with systemd-analyze (as root)
+programs:  ## Install Chromium, systemd-analyze and nginx, which tests run (as root)
 	scripts/install_programs.sh
 
 screenshots: $(STAMP)  ## Make the pictures of docs/playground.md again

@@ -172,6 +172,11 @@ def _tied(command: Sequence[object]) -> list[str]:
     return ["setpriv", "--pdeathsig=KILL", "--", *map(str, command)]
 
 
+def import_path(folder: Path) -> str:
+    """`PYTHONPATH` of a program that imports from a folder, before what this process has there."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def free_port() -> int:
     """One that the system gives to nobody by itself (those are above 32767), since a server takes it much later."""
     while True:

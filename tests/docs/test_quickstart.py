@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.docs.pages import ROOT, Snippet, is_answer, prose, snippets
-from tests.servers import free_port
+from tests.servers import free_port, import_path
 
 PAGE = ROOT / "docs" / "quickstart.md"
 SNIPPETS = snippets("bash", "python", pages=[PAGE])
@@ -68,8 +68,7 @@ class Reader:
         player.write_text(PLAYER)
         player.chmod(0o755)
         path = os.pathsep.join([str(player.parent), os.environ["PATH"]])
-        import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._environment = {**own, "PYTHONPATH": import_path, "PATH": path}
+        self._environment = {**own, "PYTHONPATH": import_path(ROOT), "PATH": path}
         self._server: subprocess.Popen | None = None
 
     @cached_property

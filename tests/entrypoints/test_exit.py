@@ -13,6 +13,7 @@ import yaml
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.fake_pipelines import STAGES
+from tests.servers import import_path
 
 pytestmark = pytest.mark.slow
 
@@ -70,12 +71,11 @@ def processes_of_session(session: int) -> list[int]:
 def test_programs_exit_cleanly_during_a_stream(tmp_path: Path, memory: Path) -> None:  # noqa: F811
     config = tmp_path / "stages.yaml"
     config.write_text(yaml.safe_dump({"stage_args": list(STAGES)}))
-    import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     programs = {
         name: subprocess.Popen(
             [sys.executable, "-c", MEMORY + code, str(config), str(memory)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": import_path},
+            env=os.environ | {"PYTHONPATH": import_path(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,

@@ -26,6 +26,7 @@ def health(*states: str) -> list[StageHealth]:
             3_210_000_000,
             "loading " + "\u2588" * 8 + "\u2591" * 16 + " 1 of 3 stages, 3 s (stage1, stage2), 3.2 GB downloaded",
         ),
+        (["starting"], 87_600_000, "loading " + "\u2591" * 24 + " 0 of 1 stages, 3 s (stage0), 88 MB downloaded"),
         (["ready", "ready"], 0, "loading " + "\u2588" * 24 + " 2 of 2 stages, 3 s"),
     ],
 )

@@ -5,7 +5,6 @@ vLLM's CPU platform has no devices that Ray could count. Here all processes have
 way that vLLM has for platforms of others; everything else is real.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.platforms import current_platform
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
+from tests.servers import import_path
 from vllm_omni import OmniLLM
 from vllm_omni.errors import PipelineStartError, StageConfigError
 
@@ -50,7 +50,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (info / "METADATA").write_text(METADATA)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.setenv("PYTHONPATH", import_path(folder))
         patch.setattr(type(current_platform), "ray_device_key", "GPU")  # this process knows its platform already
         yield
 

@@ -49,15 +49,29 @@ def start_progress(health: Callable[[], list[StageHealth]], checkpoints: Iterabl
         thread.join()
 
 
+@contextmanager
+def showing(what: str) -> Iterator[None]:
+    """Shows on the terminal of a quiet process what is done, with its seconds, until it ends."""
+    if is_quiet() and is_terminal(stream := quiet_stream()):
+        with StatusLine(lambda seconds: f"{what} ... {seconds:.0f} s", stream):
+            yield
+    else:
+        yield
+
+
 def describe(health: list[StageHealth], seconds: float, num_bytes: int) -> str:
     """`loading ████░░░░ 1 of 2 stages, 12 s (llm), 3.2 GB downloaded`"""
     starting = [stage.name for stage in health if stage.state != "ready"]
     num_ready = len(health) - len(starting)
     filled = _WIDTH * num_ready // len(health)
     names = f" ({', '.join(starting)})" if starting else ""
-    downloaded = f", {num_bytes / 1e9:.1f} GB downloaded" if num_bytes else ""
+    downloaded = f", {_size(num_bytes)} downloaded" if num_bytes else ""
     bar = "\u2588" * filled + "\u2591" * (_WIDTH - filled)
     return f"loading {bar} {num_ready} of {len(health)} stages, {seconds:.0f} s{names}{downloaded}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _log(health: Callable[[], list[StageHealth]], downloads: "Downloads", ended: threading.Event) -> None:
@@ -65,7 +79,7 @@ def _log(health: Callable[[], list[StageHealth]], downloads: "Downloads", ended:
     while not ended.wait(_LINE_INTERVAL_S):
         starting = ", ".join(stage.name for stage in health() if stage.state != "ready")
         num_bytes = downloads.num_bytes()
-        downloaded = f"; {num_bytes / 1e9:.1f} GB downloaded" if num_bytes else ""
+        downloaded = f"; {_size(num_bytes)} downloaded" if num_bytes else ""
         logger.info("still loading after %.0f s: %s%s", time.monotonic() - start, starting, downloaded)
 
 

@@ -70,6 +70,21 @@ def test_docs_that_are_not_served_are_not_linked(llm: AsyncOmniLLM) -> None:
     assert "docs" not in send(app, "GET", "/").text
 
 
+def test_docs_are_shown_without_a_network_or_a_key(llm: AsyncOmniLLM) -> None:
+    app = FakeServer(llm, *NAMES, "--api-key=secret", "--root-path=/omni").app
+    page = send(app, "GET", "/omni/docs")
+    assert page.status_code == 200 and "://" not in page.text
+    addresses = re.findall(r"""(?:href|src)="([^"]+)"|url: '([^']+)'""", page.text)
+    files = {address for pair in addresses for address in pair if address and not address.startswith("data:")}
+    assert files == {"static/swagger-ui.css", "static/swagger-ui-bundle.js", "openapi.json"}
+    answers = {name: send(app, "GET", f"/omni/{name}") for name in files}
+    assert {answer.status_code for answer in answers.values()} == {200}
+    schema = answers["openapi.json"]
+    assert NAMES[1] not in schema.text
+    assert schema.json()["security"] == [{"key": []}] and "/v1/audio/speech" in schema.json()["paths"]
+    assert "security" not in send(FakeServer(llm).app, "GET", "/openapi.json").json()
+
+
 def test_every_route_and_mount_needs_the_key_with_every_method(llm: AsyncOmniLLM) -> None:
     app = FakeServer(llm, "--api-key=secret", '--allowed-origins=["*"]').app
     paths = {re.sub(r"{.*?}", "x", route.path) for route in app.routes if not isinstance(route, WebSocketRoute)}
@@ -81,7 +96,10 @@ def test_every_route_and_mount_needs_the_key_with_every_method(llm: AsyncOmniLLM
         for method in methods
         if send(app, method, path).status_code != 401
     }
-    assert open_to == {("GET", "/"), ("HEAD", "/"), *((m, p) for m in methods for p in ("/health", "/ping", "/readyz"))}
+    probes = {(method, path) for method in methods for path in ("/health", "/ping", "/readyz")}
+    assert open_to == probes | {
+        (method, path) for method in ("GET", "HEAD") for path in ("/", "/docs", "/openapi.json")
+    }
     page = {"origin": "http://page", "access-control-request-method": "POST"}
     answer = send(app, "OPTIONS", "/v1/chat/completions", headers=page)
     assert answer.status_code == 200, answer.text
@@ -122,4 +140,3 @@ def test_a_proxy_may_remove_the_root_path_or_leave_it(llm: AsyncOmniLLM) -> None
         200,
         401,
     ]
-    assert '"/omni/openapi.json"' in send(app, "GET", "/docs", headers=headers).text.replace("'", '"')

@@ -83,15 +83,19 @@ def test_headers_alone_are_sent_before_the_connection_is_closed() -> None:
     assert asyncio.run(answer()) == [HEADERS, "closed"]
 
 
-def test_a_line_of_the_log_is_written_after_the_iteration(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_of_the_log_is_written_after_the_iteration_but_not_of_a_poll(caplog: pytest.LogCaptureFixture) -> None:
     async def answer() -> None:
         with caplog.at_level(logging.INFO, "test.access"):
-            LateLogger(logging.getLogger("test.access"), asyncio.get_running_loop()).info("%s %d", "GET", 200)
+            logger = LateLogger(
+                logging.getLogger("test.access"), asyncio.get_running_loop(), lambda method, path: path != "/poll"
+            )
+            for path, status in (("/a?b", 200), ("/poll?b", 200), ("/poll", 503)):
+                logger.info('%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", path, "1.1", status)
             assert not caplog.messages
             await asyncio.sleep(0)
 
     asyncio.run(answer())
-    assert caplog.messages == ["GET 200"]
+    assert caplog.messages == ['1.2.3.4:5 - "GET /a?b HTTP/1.1" 200', '1.2.3.4:5 - "GET /poll HTTP/1.1" 503']
 
 
 class WatchedBase:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.entrypoints.openai.media_apps import server_args
-from vllm_omni.entrypoints.openai.server_process import listening, pages
+from vllm_omni.entrypoints.openai.server_process import is_logged, listening, pages
 
 
 def bind(path: Path) -> socket.socket:
@@ -91,6 +91,14 @@ def test_the_addresses_in_the_log(flags: list[str], url: str) -> None:
     shown = dict(pages(server_args("model", *flags)))
     assert shown == {"API": f"{url}/v1", "playground": "not served; add --playground", "docs": f"{url}/docs"}
     assert dict(pages(server_args("model", "--playground", *flags)))["playground"] == f"{url}/playground"
+
+
+def test_what_the_access_log_leaves_out() -> None:
+    polls = ("/health", "/metrics", "/readyz", "/static/swagger-ui.css", "/v1/pipeline/requests/1", "/v1/videos/1")
+    logged = ("/", "/docs", "/v1/videos", "/v1/videos/1/content", "/v1/models", "/healthy")
+    assert [path for path in polls + logged if is_logged("GET", path)] == [*logged]
+    assert is_logged("DELETE", "/v1/videos/1")
+    assert not any(is_logged(method, "/playground/gradio_api/queue/join") for method in ("GET", "POST"))
 
 
 def test_only_what_is_served_has_an_address() -> None:

@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "app"
 AS_VLLM = {
-    "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/load", "/version", "/metrics", "/tokenize",
+    "/openapi.json", "/docs/oauth2-redirect", "/load", "/version", "/metrics", "/tokenize",
     "/detokenize", "/v1/models", "/v1/chat/completions/batch",
 }  # fmt: skip
 OPERATION = {

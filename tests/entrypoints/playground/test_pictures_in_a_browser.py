@@ -110,6 +110,7 @@ def test_makes_a_video_and_stops(browser: Browser, video_server: RunningServer, 
         before = web.num_aborted(video_server.url)
         page.locator("#videos-generate").click()
         page.locator("#videos-state").get_by_text("in progress").wait_for()
+        page.locator("#videos-state [role=progressbar]").wait_for()
         page.locator("#videos-stop").click()
         page.locator("#videos-state").get_by_text("Stopped").wait_for()
         web.wait_until_aborted(video_server.url, before)

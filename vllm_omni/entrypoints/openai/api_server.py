@@ -39,6 +39,7 @@ from vllm_omni.entrypoints.openai import (
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
+from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
 from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
@@ -55,7 +56,7 @@ STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/canc
 """Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
-        abort_requests.PATH, "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
+        abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         *STORED_PATHS,
     }
@@ -65,6 +66,7 @@ OWN_PATHS = frozenset(
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 _RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
+    "/redoc": "a network, for the browser; `/docs` has the same and needs none",
     "/invocations": "SageMaker's handlers, which call those that are replaced",
     **dict.fromkeys(
         ("/generative_scoring", "/v1/systemone", "/v1/decisions"),
@@ -116,12 +118,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     client.limits = limits_from(args, RequestLimits)
     root = logging.getLogger()
     level = root.level
+    args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
     others = OWN_PATHS | WITHHELD_PATHS.keys()
     has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
+    if args.enable_offline_docs:
+        add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
     for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
         app.include_router(endpoints.router)

@@ -90,6 +90,11 @@ async def split_outputs(
             completed.append(output)
 
 
+def outputs_besides_text(event: CompletedEvent) -> list[OmniRequestOutput]:
+    """Those that come beside the text of a choice, in stage order."""
+    return [output for output in event.outputs if output.final_output_type != "text"]
+
+
 def joint_finish_reason(text_reason: str | None, media: Iterable[OmniRequestOutput]) -> str:
     """Why a choice ended: the text's reason, but `length` if the text is complete and its speech was cut."""
     is_cut = any(finish_reason_of(output) == "length" for output in media)
@@ -116,7 +121,7 @@ class ChatMedia:
 
     async def add(self, answer: ChatCompletionResponse, event: CompletedEvent) -> None:
         """Adds them to a whole answer. If it does not show its text there is one choice, whose content is null."""
-        media = [output for output in event.outputs if output.final_output_type != "text"]
+        media = outputs_besides_text(event)
         choice = answer.choices[0]
         fields = choice.message.model_dump()
         content = fields.get("content") or ""

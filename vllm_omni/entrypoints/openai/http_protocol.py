@@ -10,6 +10,7 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,9 +29,15 @@ _WebSocketProtocol: Any = WebSocketsSansIOProtocol
 _STATUS_LINE = b"HTTP/"
 
 
-def http_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Protocol]:
+def http_protocol(
+    send_timeout_s: float, min_rate: int = 0, is_logged: Callable[[str, str], bool] = lambda method, path: True
+) -> type[asyncio.Protocol]:
     """uvicorn's protocol, that sends an answer's headers with its beginning, and closes the connection of a client that
-    has read nothing for `send_timeout_s`, or less than `min_rate` bytes a second."""
+    has read nothing for `send_timeout_s`, or less than `min_rate` bytes a second.
+
+    Args:
+        is_logged: Whether the access log has a request with this method and path, if it succeeds. All others it has.
+    """
 
     class Protocol(_watched(_Protocol, send_timeout_s, min_rate)):  # type: ignore[misc]
         access_logger: Any
@@ -38,7 +45,7 @@ def http_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Prot
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self.transport = HeadersTransport(transport, self.loop)
-            self.access_logger = LateLogger(self.access_logger, self.loop)
+            self.access_logger = LateLogger(self.access_logger, self.loop, is_logged)
 
         def _should_upgrade(self) -> bool:
             """Only to a WebSocket, which begins with GET. Any other offer may be ignored."""
@@ -156,11 +163,16 @@ def _unread_bytes(transport: asyncio.Transport) -> int:
 class LateLogger:
     """Writes a line after the event loop's current iteration: the first token does not wait for the access log."""
 
-    def __init__(self, logger: logging.Logger, loop: asyncio.AbstractEventLoop) -> None:
-        self._logger, self._loop = logger, loop
+    def __init__(
+        self, logger: logging.Logger, loop: asyncio.AbstractEventLoop, is_logged: Callable[[str, str], bool]
+    ) -> None:
+        """For `is_logged` see `http_protocol`."""
+        self._logger, self._loop, self._is_logged = logger, loop, is_logged
 
-    def info(self, message: str, *args: Any) -> None:
-        self._loop.call_soon(self._logger.info, message, *args)
+    def info(self, message: str, client: str, method: str, path: str, version: str, status: int) -> None:
+        """A line of uvicorn's: `path` has the query."""
+        if status >= HTTPStatus.BAD_REQUEST or self._is_logged(method, path.partition("?")[0]):
+            self._loop.call_soon(self._logger.info, message, client, method, path, version, status)
 
 
 class HeadersTransport:

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
+from vllm_omni.entrypoints.openai import docs_page
 from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.json_body import (
@@ -96,7 +97,7 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
             tokens=tokens,
             secrets=app.state.client_secrets,
             has_playground=args.playground,
-            public=(FRONT_PATH, *(PUBLIC_LISTS if args.public_lists else ())),
+            public=(FRONT_PATH, *docs_page.OPEN_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
         )
     app.add_middleware(ContextMiddleware)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
@@ -159,7 +160,7 @@ class HeadMiddleware:
 
 
 class ApiKeyMiddleware(AuthenticationMiddleware):
-    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS`, the page and
+    """vLLM's checks the key for the paths in its own list; this one for every path but `OPEN_PATHS`, the pages and
     files whose name is the secret.
 
     A WebSocket may have an ephemeral key. A key that is sent to one of the `public` paths is checked.

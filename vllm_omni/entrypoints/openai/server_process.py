@@ -13,6 +13,7 @@ import ctypes
 import logging
 import os
 import queue
+import re
 import signal
 import socket
 import stat
@@ -35,6 +36,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
 from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, RequestLimits, ServerLimits, limits_from
+from vllm_omni.entrypoints.start_progress import showing
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
 from vllm_omni.metrics.status_line import clear_line
@@ -55,6 +57,8 @@ _TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 UNSENT_BYTES = 1 << 17
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
+
+_POLLED = re.compile(r"/(health|readyz|ping|metrics|static/.*|v1/pipeline/requests/[^/]+|v1/videos/[^/]+)")
 
 _EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -100,7 +104,8 @@ class ServedEngineClient(OmniEngineClient):
 
 async def _serve(client: ServedEngineClient, address: str, listener: Any, args: Namespace) -> None:
     client.loop = asyncio.get_running_loop()
-    app = await build_omni_app(client, args)
+    with showing("starting the HTTP server"):
+        app = await build_omni_app(client, args)
     log_warnings()
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     for name, url in pages(args):
@@ -112,7 +117,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     shutdown = await serve_http(
         app,
         sock=listener,
-        http=http_protocol(*watch),
+        http=http_protocol(*watch, lambda method, path: is_logged(method, path.removeprefix(args.root_path or ""))),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
@@ -123,6 +128,11 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
         **options,
     )
     await shutdown
+
+
+def is_logged(method: str, path: str) -> bool:
+    """Whether the access log has a request that succeeds: not the traffic of an open page, nor polls."""
+    return not (path.startswith(PLAYGROUND_PATH) or (method in ("GET", "HEAD") and _POLLED.fullmatch(path)))
 
 
 def pages(args: Namespace) -> Iterator[tuple[str, str]]:

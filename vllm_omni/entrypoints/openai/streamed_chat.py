@@ -24,7 +24,7 @@ from vllm_omni.entrypoints.openai.audio_formats import (
     count_channels,
     first_clip,
 )
-from vllm_omni.entrypoints.openai.chat_media import ChatMedia, has_unspoken, joint_finish_reason
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, has_unspoken, joint_finish_reason, outputs_besides_text
 from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, message_fields
 from vllm_omni.entrypoints.openai.sse import Data, Line, read_chunk, read_line, sse_line
@@ -64,7 +64,7 @@ class _ChatStream(ChatMedia, Generic[Item]):
                     yield output
                 elif isinstance(output, CompletedEvent):
                     self._completed = output
-                    await self._put_end(output)
+                    await self._put_end(outputs_besides_text(output))
                 elif isinstance(output, ARSegmentEvent) and output.final_output_type == "audio":
                     samples = _speech_of(output)
                     if samples.size:
@@ -98,7 +98,8 @@ class _ChatStream(ChatMedia, Generic[Item]):
     async def _put_speech(self, stage_id: int, samples: np.ndarray) -> None:
         raise NotImplementedError
 
-    async def _put_end(self, event: CompletedEvent) -> None:
+    async def _put_end(self, media: list[OmniRequestOutput]) -> None:
+        """What ends the answer; `media` are its outputs besides the text."""
         raise NotImplementedError
 
 
@@ -152,8 +153,7 @@ class DeltaStream(_ChatStream[ChatDelta]):
         self._speaking.add(stage_id)
         await self._put(speech=samples)
 
-    async def _put_end(self, event: CompletedEvent) -> None:
-        media = [output for output in event.outputs if output.final_output_type != "text"]
+    async def _put_end(self, media: list[OmniRequestOutput]) -> None:
         for output in media:
             is_whole = output.final_output_type == "audio" and output.stage_id not in self._speaking
             if is_whole and (samples := _speech_of(output)).size:
@@ -256,8 +256,7 @@ class MediaStream(_ChatStream[Line]):
         encoder = self._encoder(stage_id, count_channels(samples))
         await self._put_data(await encoder.encode_async(samples))
 
-    async def _put_end(self, event: CompletedEvent) -> None:
-        media = [output for output in event.outputs if output.final_output_type != "text"]
+    async def _put_end(self, media: list[OmniRequestOutput]) -> None:
         for output in media:
             if output.final_output_type == "audio":
                 await self._finish_audio(output)

@@ -3,7 +3,6 @@
 
 import base64
 import operator
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,11 +233,10 @@ class ChatTab:
         request = self._request(conversation, outputs, voice, system, use_audio_in_video, changed)
         yield conversation.shown, "", {"text": "", "files": []}
         shown_sound: LiveSound | None = None
-        name = uuid.uuid4().hex
-        request["extra_headers"] = {"X-Request-Id": name}
         try:
-            with last.running(f"chatcmpl-{name}"):
-                async with await self._server.openai.chat.completions.create(**request) as stream:
+            with last.sending("chatcmpl") as headers:
+                create = self._server.openai.chat.completions.create
+                async with await create(**request, extra_headers=headers) as stream:
                     async for chunk in stream:
                         if answer.is_complete:
                             break

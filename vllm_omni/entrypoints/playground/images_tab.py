@@ -3,7 +3,6 @@
 
 import base64
 import io
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,11 @@ class ImagesTab:
         settings = self._sampling.as_fields(sampling, negative)
         yield [], "Waiting ..."
         images: dict[int, Image.Image] = {}
-        num_complete, name = 0, uuid.uuid4().hex
+        num_complete = 0
         try:
             given = [Path(path) for path in files or []]
-            with last.running(f"image-{name}"):
-                async with await self._request(prompt, given, int(number), settings, name) as events:
+            with last.sending("image") as headers:
+                async with await self._request(prompt, given, int(number), settings, headers) as events:
                     async for event in events:
                         num_complete += event.type.endswith(".completed")
                         images[event.index] = _read(event.b64_json)
@@ -79,7 +78,9 @@ class ImagesTab:
         except FAILURES as error:
             yield gr.skip(), f"⚠️ {self._server.explain(error)}"
 
-    async def _request(self, prompt: str, files: list[Path], number: int, settings: dict[str, Any], name: str) -> Any:
+    async def _request(
+        self, prompt: str, files: list[Path], number: int, settings: dict[str, Any], headers: dict[str, str]
+    ) -> Any:
         common: dict[str, Any] = {
             "model": self._description.model,
             "prompt": prompt,
@@ -87,7 +88,7 @@ class ImagesTab:
             "stream": True,
             "partial_images": _NUM_PREVIEWS,
             "extra_body": settings,
-            "extra_headers": {"X-Request-Id": name},
+            "extra_headers": headers,
         }
         if files:
             return await self._server.openai.images.edit(image=files, **common)

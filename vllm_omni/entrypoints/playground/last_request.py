@@ -2,6 +2,7 @@
 """A visitor's last request, in any tab: the tab "Stages" shows its way through the stages."""
 
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ class LastRequest:
     id: str = ""
     started: float = 0.0
     is_running: bool = False
+
+    @contextmanager
+    def sending(self, prefix: str) -> Iterator[dict[str, str]]:
+        """Yields the headers of a request that ends with the block; `prefix` is what the server adds to its id."""
+        name = uuid.uuid4().hex
+        with self.running(f"{prefix}-{name}"):
+            yield {"X-Request-Id": name}
 
     @contextmanager
     def running(self, request_id: str) -> Iterator[None]:

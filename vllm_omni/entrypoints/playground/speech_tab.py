@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tab that reads a text aloud: `/v1/audio/speech`."""
 
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -82,9 +81,8 @@ class SpeechTab:
             own["ref_audio"] = data_uri(reference)
         sound = self._sounds.start(file_format)
         yield "", gr.Audio(visible=False), sound
-        name = uuid.uuid4().hex
         try:
-            with last.running(f"speech-{name}"):
+            with last.sending("speech") as headers:
                 async with self._server.openai.audio.speech.with_streaming_response.create(
                     model=self._description.model,
                     input=text,
@@ -92,7 +90,7 @@ class SpeechTab:
                     response_format=file_format,
                     speed=speed,
                     extra_body=own,
-                    extra_headers={"X-Request-Id": name},
+                    extra_headers=headers,
                 ) as answer:
                     yield player(sound), gr.skip(), gr.skip()
                     async for piece in answer.iter_bytes():

@@ -74,6 +74,8 @@ _ONLY_WITHOUT_ROWS = {
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+INT8 = "int8"
+"""A quantization of ours, see `worker/cpu_int8_weights.py`."""
 # By default vLLM's CPU worker takes 92% of the machine's memory, for each stage.
 CPU_KV_CACHE_BYTES = 512 << 20
 ROW_CACHE_BYTES = 4 << 30
@@ -100,6 +102,7 @@ class OmniEngineSettings:
         model_stage: The stage's name, for messages.
         uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
         row_cache_bytes: For the rows of tokens in the prefix cache, at most.
+        has_int8_weights: On a CPU, the linear layers have.
     """
 
     engine_type: EngineType = "ar"
@@ -107,6 +110,7 @@ class OmniEngineSettings:
     model_stage: str = ""
     uses_generation_config: bool = True
     row_cache_bytes: int = ROW_CACHE_BYTES
+    has_int8_weights: bool = False
 
     @property
     def emits_rows(self) -> bool:
@@ -263,12 +267,17 @@ def create_engine_args(
         model_arch=model_arch,
         row_cache_bytes=row_cache_bytes,
     )
+    has_int8_weights = vllm_engine_args.get("quantization") == INT8
+    if has_int8_weights:
+        del vllm_engine_args["quantization"]  # vLLM has none of this name.
+        _check_int8(vllm_engine_args)
     settings = OmniEngineSettings(
         engine_type=_as_engine_type(engine_type),
         engine_output_type=engine_output_type,
         model_stage=model_stage,
         uses_generation_config=hf_config_name is None and engine_type == "ar" and not _samples_codes(vllm_engine_args),
         row_cache_bytes=row_cache_bytes,
+        has_int8_weights=has_int8_weights,
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
@@ -370,6 +379,13 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
         if name not in known:
             hint = "; it belongs to default_sampling_params" if name in SamplingParams.__struct_fields__ else ""
             raise StageConfigError(f"unknown engine argument {name!r}{hint or nearest(name, known)}")
+
+
+def _check_int8(arguments: dict[str, Any]) -> None:
+    if not current_platform.is_cpu():
+        raise StageConfigError(f"quantization: {INT8} is computed on a CPU; on a GPU vLLM has fp8 for its checkpoints")
+    if not arguments.get("enforce_eager"):
+        raise StageConfigError(f"quantization: {INT8} is not compiled; set enforce_eager: true in addition")
 
 
 def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings) -> None:

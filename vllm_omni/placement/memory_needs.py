@@ -46,7 +46,7 @@ CONTEXT_BYTES = 512 << 20
 
 _POSITIONS_PER_MEDIA_TOKEN = 4  # Encoders merge 2 x 2 patches, or as many audio frames, into one token of the prompt.
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")  # The name of a layer: `model.layers.3`
-_QUANTIZED_BYTES = {"fp8": 1}  # Bytes of a quantized weight, for quantization while loading.
+_QUANTIZED_BYTES = {"fp8": 1, "int8": 1}  # Bytes of a quantized weight, for quantization while loading.
 
 
 @dataclass(frozen=True)

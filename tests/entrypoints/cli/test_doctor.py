@@ -182,6 +182,13 @@ def test_no_device(monkeypatch, answer: str, words: str) -> None:
     assert platform is None and finding.level == "FAIL" and words in finding.message
 
 
+def test_the_kernels_that_the_processor_gets(monkeypatch) -> None:
+    answer = '{"type": "cpu", "devices": [], "kernels": "AVX2"}'
+    monkeypatch.setattr(doctor, "_python", lambda code: subprocess.CompletedProcess([], 0, f"PROBE{answer}", ""))
+    _, (finding,) = doctor.probe_platform()
+    assert finding.level == "OK" and "cores, torch's kernels for AVX2" in finding.message
+
+
 def test_a_platform_that_hangs(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_PROBE", "import time; time.sleep(3600)")
     monkeypatch.setattr(doctor, "_PYTHON_TIMEOUT_S", 0.1)

@@ -45,7 +45,8 @@ import json, torch
 from vllm.platforms import current_platform as p
 names = [] if p.is_cpu() or p.is_unspecified() else [
     (p.get_device_name(i), p.get_device_total_memory(i)) for i in range(p.device_count())]
-print("\\nPROBE" + json.dumps({"type": p.device_type, "devices": names, "torch": torch.__version__}))
+print("\\nPROBE" + json.dumps({"type": p.device_type, "devices": names, "torch": torch.__version__,
+    "kernels": torch.backends.cpu.get_cpu_capability()}))
 """
 
 
@@ -257,7 +258,7 @@ def probe_platform() -> tuple[Platform | None, list[Finding]]:
         remedy = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         return None, [Finding("FAIL", "platform", f"{platform.device_type}, but no device is visible", remedy)]
     devices = ", ".join(f"{name} ({size / (1 << 30):.0f} GiB)" for name, size in platform.devices)
-    cores = f"{len(os.sched_getaffinity(0))} cores"
+    cores = f"{len(os.sched_getaffinity(0))} cores, torch's kernels for {probe['kernels']}"
     return platform, [Finding("OK", "platform", f"{platform.device_type}: {devices or cores}")]
 
 

@@ -34,7 +34,7 @@ def test_the_nearest_product_is_kept() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 96), (7, 96), (2, 3, 96), (0, 96)])
+@pytest.mark.parametrize("shape", [(1, 96), (7, 96), (2, 3, 96), (0, 96), (100, 96)])
 @torch.inference_mode()
 def test_products_are_those_of_the_rounded_weights(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     layer, x, bias = make_layer(), torch.randn(shape).to(dtype), torch.randn(64).to(dtype)
@@ -63,7 +63,9 @@ def test_widths_that_the_kernel_has_not_stay_in_float(
     assert "a.layer [48, 96] stays in float" in caplog.text
 
 
-def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, size: int = 64) -> Any:
+    loaded = make_layer(size)
+    Int8LinearMethod("layer").process_weights_after_loading(loaded)
     monkeypatch.setattr(CPUModelRunner, "load_model", lambda self: None)
     monkeypatch.setattr(
         OmniEngineSettings, "from_vllm_config", lambda config: OmniEngineSettings(has_int8_weights=True)
@@ -71,12 +73,15 @@ def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     runner: Any = CPUHalfWeights.__new__(CPUHalfWeights)
     model = SimpleNamespace(dtype=dtype, quantization="awq")
     runner.vllm_config = SimpleNamespace(model_config=model, quant_config=quantization)
+    runner.model = loaded
     runner.load_model()
     return runner.vllm_config.quant_config
 
 
 def test_the_runner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(load(None, torch.float32, monkeypatch), Int8WeightsConfig)
+    with pytest.raises(StageConfigError, match="no layer of the model can have int8 weights"):
+        load(None, torch.float32, monkeypatch, size=48)
     with pytest.raises(StageConfigError, match="quantization: the checkpoint has awq; remove int8"):
         load("the checkpoint's", torch.float32, monkeypatch)
     with pytest.raises(StageConfigError, match=r"int8 needs dtype float32 or bfloat16, not torch\.float16"):

@@ -2,7 +2,7 @@
 """One stage of a pipeline: its keys in the YAML file, and its kind, which decides what they mean."""
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -358,6 +358,14 @@ class StageKind:
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         """The engine arguments that the configuration leaves open, each with its value and where that comes from."""
         return iter(())
+
+    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
+        """About how many bytes of weights a step reads; None: unknown. Stages share a CPU's cores by it.
+
+        Args:
+            parts: Names of the stages with the same checkpoint, this one's too.
+        """
+        return None
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

@@ -29,13 +29,14 @@ class CPUHalfWeights(CPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if OmniEngineSettings.from_vllm_config(self.vllm_config).has_int8_weights:
-            self._take_int8()
-        elif self.vllm_config.quant_config is None and _is_useful(self.vllm_config):
+            self._load_int8(*args, **kwargs)
+            return
+        if self.vllm_config.quant_config is None and _is_useful(self.vllm_config):
             self.vllm_config.quant_config = HalfWeightsConfig()
         super().load_model(*args, **kwargs)
 
-    def _take_int8(self) -> None:
-        from vllm_omni.worker.cpu_int8_weights import Int8WeightsConfig  # extends this module
+    def _load_int8(self, *args: Any, **kwargs: Any) -> None:
+        from vllm_omni.worker.cpu_int8_weights import Int8WeightsConfig, check_int8  # extends this module
 
         config = self.vllm_config.model_config
         if self.vllm_config.quant_config is not None:
@@ -43,6 +44,8 @@ class CPUHalfWeights(CPUModelRunner):
         if config.dtype not in Int8WeightsConfig().get_supported_act_dtypes():
             raise StageConfigError(f"quantization: {INT8} needs dtype float32 or bfloat16, not {config.dtype}")
         self.vllm_config.quant_config = Int8WeightsConfig()
+        super().load_model(*args, **kwargs)
+        check_int8(self.model)
 
 
 class HalfWeightsConfig(QuantizationConfig):

@@ -182,6 +182,13 @@ def test_no_device(monkeypatch, answer: str, words: str) -> None:
     assert platform is None and finding.level == "FAIL" and words in finding.message
 
 
+def test_the_kernels_that_the_processor_gets(monkeypatch) -> None:
+    answer = '{"type": "cpu", "devices": [], "kernels": "AVX2"}'
+    monkeypatch.setattr(doctor, "_python", lambda code: subprocess.CompletedProcess([], 0, f"PROBE{answer}", ""))
+    _, (finding,) = doctor.probe_platform()
+    assert finding.level == "OK" and "cores, torch's kernels for AVX2" in finding.message
+
+
 def test_a_platform_that_hangs(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_PROBE", "import time; time.sleep(3600)")
     monkeypatch.setattr(doctor, "_PYTHON_TIMEOUT_S", 0.1)
@@ -203,8 +210,14 @@ def test_threads_of_stages_on_a_cpu(monkeypatch, threads: str | None, level: str
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert levels(doctor.check_threads("cpu", 3)) == [level]
-    assert levels(doctor.check_threads("cuda", 3)) == ["OK"]
+    assert levels(doctor.check_threads("cpu", 3, {})) == [level]
+    assert levels(doctor.check_threads("cuda", 3, {})) == ["OK"]
+
+
+def test_threads_of_each_stage(monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (finding,) = doctor.check_threads("cpu", 3, {"asr": 1, "llm": 2, "tts": 1})
+    assert finding.level == "OK" and finding.message == "asr 1, llm 2, tts 1"
 
 
 def test_options_of_a_model_without_a_model(run) -> None:

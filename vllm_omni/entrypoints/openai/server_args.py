@@ -249,9 +249,11 @@ def check_limits(args: argparse.Namespace) -> None:
     Raises:
         ValueError: Two limits contradict each other.
     """
-    limits = {}
-    for kind in (RequestLimits, ServerLimits, RealtimeLimits):
-        limits |= vars(limits_from(args, kind))
+    limits: dict[str, Any] = {
+        **vars(limits_from(args, RequestLimits)),
+        **vars(limits_from(args, ServerLimits)),
+        **vars(limits_from(args, RealtimeLimits)),
+    }
     for name, smaller in (
         ("max_total_request_bytes", "max_request_bytes"),
         ("max_client_request_bytes", "max_request_bytes"),

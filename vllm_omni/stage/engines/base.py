@@ -109,10 +109,10 @@ class Error:
 
     @classmethod
     def from_exception(cls, request_id: str, exception: BaseException, invalid: bool = False) -> "Error":
-        kind = type(exception).__name__
+        kind, reason = type(exception).__name__, str(exception)
         return cls(
             request_id=request_id,
-            error=(invalid and str(exception)) or f"{kind}: {exception}",
+            error=reason if invalid and reason else f"{kind}: {reason}",
             kind=kind,
             traceback="".join(traceback.format_exception(exception)),
             invalid=invalid,

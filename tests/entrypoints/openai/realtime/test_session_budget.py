@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.errors import PipelineFullError
 
 MIB = 1 << 20
-LIMITS: dict[str, Any] = {"max_total_realtime_bytes": 6 * MIB, "max_client_realtime_bytes": 4 * MIB}
+LIMITS: dict[str, Any] = {"max_total_realtime_bytes": 8 * MIB, "max_client_realtime_bytes": 4 * MIB}
 
 
 def test_a_client_and_all_have_limits() -> None:
@@ -80,6 +80,7 @@ def test_items_and_sound_of_one_client_leave_room_for_another() -> None:
             assert (await first.error()).code == "memory_limit_exceeded"
             async with opened(url, key="other", model="fake") as other:
                 await other.say("x" * MIB)
+                await other.say("Hello")
                 assert (await other.respond())[-1].response.status == "completed"
             await second.connection.conversation.item.delete(item_id=item.id)
             await second.until("conversation.item.deleted")

@@ -130,7 +130,7 @@ def test_a_long_text_is_cut_or_refused(tiny_speech: Callable[[str], Path]) -> No
     function.speech.max_text_tokens = 40  # Each letter has a blank beside it.
     assert function.cut("It is late. We are here.", "r", streams=False) == ["It is late. ", "We are here."]
     with pytest.raises(InvalidRequestError, match="has 51 tokens, and this model reads at most 40"):
-        function.cut("It is late. " + 25 * "a", "r", streams=False)
+        function.cut("It is late. A" + 24 * "a", "r", streams=False)
     with pytest.raises(InvalidRequestError, match="reads at most 40"):
         speak(function, 25 * "a")
 

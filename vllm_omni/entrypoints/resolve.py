@@ -26,7 +26,7 @@ from vllm_omni.engine.hub import check_on_hub
 from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
 from vllm_omni.engine.text_models import is_of_vllm, why_not_text
 from vllm_omni.errors import StageConfigError
-from vllm_omni.model_executor.speech_model import find_speech_class
+from vllm_omni.model_executor.speech_model import find_speech_class, is_speech_checkpoint
 from vllm_omni.model_packages import find_models
 from vllm_omni.placement.budgets import apply_budgets
 
@@ -144,7 +144,12 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | 
     """The configuration of a model that a package has, or that of text models if vLLM serves it as one; None for a
     speech model of transformers."""
     models = find_models()
-    hf_config = _read_hf_config(model, engine_args)
+    try:
+        hf_config = _read_hf_config(model, engine_args)
+    except StageConfigError:
+        if is_speech_checkpoint(model, engine_args):  # vLLM does not read all configurations of transformers.
+            return None
+        raise
     if hf_config.model_type in models.stage_configs:
         return models.stage_configs[hf_config.model_type]
     if find_speech_class(hf_config) is not None and not is_of_vllm(hf_config):

@@ -65,13 +65,12 @@ class Transformers(StageKind):
         Raises:
             StageConfigError: The checkpoint cannot be read, or is no speech model.
         """
-        from vllm_omni.engine.hf_override import load_hf_config
-        from vllm_omni.model_executor.speech_model import open_speech_model
+        from vllm_omni.model_executor.speech_model import load_speech_config, open_speech_model
 
         if model in self._opened:
             return self._opened[model]
         try:
-            hf_config = load_hf_config(model, self.stage.engine_args)
+            hf_config = load_speech_config(model, self.stage.engine_args)
         except (OSError, ValueError) as error:
             raise StageConfigError(f"{self.stage.label}: {model}: config.json cannot be read: {error}") from error
         return self._opened.setdefault(model, open_speech_model(model, self.settings, hf_config))

@@ -19,7 +19,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 import transformers
-from transformers import AutoProcessor, GenerationMixin, PretrainedConfig, SpeechT5HifiGan, SpeechT5HifiGanConfig
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    GenerationMixin,
+    PretrainedConfig,
+    SpeechT5HifiGan,
+    SpeechT5HifiGanConfig,
+)
 from transformers.models.auto import modeling_auto
 from transformers.pipelines.text_to_audio import DEFAULT_VOCODER_ID
 from transformers.utils import cached_file
@@ -109,6 +116,24 @@ def find_speech_class(hf_config: PretrainedConfig) -> str | None:
     names = {*_WAVEFORM.values(), *_SPECTROGRAM, *find_models().speech_adapters}
     architectures = hf_config.architectures or [_WAVEFORM.get(hf_config.model_type, "")]
     return next((name for name in architectures if name in names and hasattr(transformers, name)), None)
+
+
+def load_speech_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:
+    """A checkpoint's configuration as transformers reads it: vLLM refuses those with two language models.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    trusts = bool(engine_args.get("trust_remote_code"))
+    return AutoConfig.from_pretrained(model, revision=engine_args.get("revision"), trust_remote_code=trusts)
+
+
+def is_speech_checkpoint(model: str, engine_args: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint makes sound of a text with a class of transformers."""
+    try:
+        return find_speech_class(load_speech_config(model, engine_args)) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def open_speech_model(model: str, settings: SpeechSettings, hf_config: PretrainedConfig) -> "SpeechModel":

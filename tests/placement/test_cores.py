@@ -61,6 +61,11 @@ def make_checkpoint(folder: Path, **sizes: int) -> str:
     return str(folder)
 
 
+def make_text(folder: Path) -> dict[str, Any]:
+    args = {"model_stage": "llm", "model": make_checkpoint(folder / "llm", model=270)}
+    return {"stages": [{"engine_type": "AR", "engine_args": args}], "sources": {}}
+
+
 def make_talk(folder: Path) -> dict[str, Any]:
     model = make_checkpoint(folder / "llm", model=270)
     stages: list[dict[str, Any]] = [
@@ -103,6 +108,12 @@ def make_omni(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "num_cores", "threads"),
     [
+        # A vLLM engine that is alone leaves a core.
+        (make_text, 1, [1]),
+        (make_text, 2, [1]),
+        (make_text, 4, [3]),
+        (make_text, 8, [7]),
+        (make_text, 16, [15]),
         # The rule: stages that read each other share by bytes, rounded up; unknown ones have an equal part.
         (make_talk, 1, [1, 1, 1]),
         (make_talk, 2, [1, 2, 1]),
@@ -141,7 +152,7 @@ def test_threads_follow_from_weights(
             }
     config = parse_pipeline_config({"stage_args": stages}, "my.yaml")
     placements = place_cores(config, "")
-    assert [placements[i].num_threads for i in range(3)] == threads
+    assert [placements[i].num_threads for i in sorted(placements)] == threads
     assert all(placement.cpus is None for placement in placements.values())
 
 

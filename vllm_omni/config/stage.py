@@ -214,7 +214,7 @@ class StageKind:
             takes what it needs.
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
-        spins: Its threads spin between the operations of a step.
+        spins: All of its threads compute each operation of a step, and wait for the slowest one.
     """
 
     has_function = False

@@ -40,7 +40,7 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
         ([{"cpus": "2-4"}, {"cpus": "4,9"}], [([2, 3, 4], 3), ([4, 9], 2)]),
         ([{"cpus": "3-5"}, {}, {}], [([3, 4, 5], 3), ([2, 6, 7, 8, 9], 2), ([2, 6, 7, 8, 9], 2)]),
         # Numbers get cores of their own, in order, around the lists.
-        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 2)]),
+        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 1)]),
         ([{"cpus": 8}], [(list(range(2, 10)), 8)]),
         # No core is left: the other processes are not bound.
         ([{"cpus": "2-9"}, {}], [(list(range(2, 10)), 8), (None, 1)]),

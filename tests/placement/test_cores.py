@@ -40,7 +40,7 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
         ([{"cpus": "2-4"}, {"cpus": "4,9"}], [([2, 3, 4], 3), ([4, 9], 2)]),
         ([{"cpus": "3-5"}, {}, {}], [([3, 4, 5], 3), ([2, 6, 7, 8, 9], 2), ([2, 6, 7, 8, 9], 2)]),
         # Numbers get cores of their own, in order, around the lists.
-        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 2)]),
+        ([{"cpus": 2}, {"cpus": "3"}, {"cpus": 3}, {}], [([2, 4], 2), ([3], 1), ([5, 6, 7], 3), ([8, 9], 1)]),
         ([{"cpus": 8}], [(list(range(2, 10)), 8)]),
         # No core is left: the other processes are not bound.
         ([{"cpus": "2-9"}, {}], [(list(range(2, 10)), 8), (None, 1)]),
@@ -59,6 +59,11 @@ def make_checkpoint(folder: Path, **sizes: int) -> str:
     parts = {f"{part}.weight": torch.zeros(size, dtype=torch.int8) for part, size in sizes.items()}
     save_file(parts, folder / "model.safetensors")
     return str(folder)
+
+
+def make_text(folder: Path) -> dict[str, Any]:
+    args = {"model_stage": "llm", "model": make_checkpoint(folder / "llm", model=270)}
+    return {"stages": [{"engine_type": "AR", "engine_args": args}], "sources": {}}
 
 
 def make_talk(folder: Path) -> dict[str, Any]:
@@ -103,6 +108,12 @@ def make_omni(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "num_cores", "threads"),
     [
+        # A vLLM engine that is alone leaves a core.
+        (make_text, 1, [1]),
+        (make_text, 2, [1]),
+        (make_text, 4, [3]),
+        (make_text, 8, [7]),
+        (make_text, 16, [15]),
         # The rule: stages that read each other share by bytes, rounded up; unknown ones have an equal part.
         (make_talk, 1, [1, 1, 1]),
         (make_talk, 2, [1, 2, 1]),
@@ -141,7 +152,7 @@ def test_threads_follow_from_weights(
             }
     config = parse_pipeline_config({"stage_args": stages}, "my.yaml")
     placements = place_cores(config, "")
-    assert [placements[i].num_threads for i in range(3)] == threads
+    assert [placements[i].num_threads for i in sorted(placements)] == threads
     assert all(placement.cpus is None for placement in placements.values())
 
 

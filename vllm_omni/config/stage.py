@@ -216,7 +216,7 @@ class StageKind:
             takes what it needs.
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
-        spins: Its threads spin between the operations of a step.
+        spins: All of its threads compute each operation of a step, and wait for the slowest one.
         verbs: What an operator can ask of it (`vllm_omni.control`).
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its

@@ -60,8 +60,8 @@ def share_threads(config: PipelineConfig, model: str, num_cores: int, instances:
     Only replicas that have something to do compute, and threads that wait sleep: together they may have more threads
     than there are cores. Stages that read each other's outputs compute at the same time. Of the bytes of weights that
     such a group reads, each replica's part is its part of the cores, rounded up. A replica whose weights are unknown
-    has an equal part of the cores. Of more than two cores an engine whose threads spin leaves one: an operation ends
-    with its slowest thread, and the caller's process has work, too.
+    has an equal part of the cores. An engine that is alone, or has more than two cores, leaves one if its operations
+    need all of its threads: each ends with the slowest thread, and the caller's process has work, too.
     """
     equal = max(1, num_cores // max(1, len(instances)))
     threads = {}
@@ -71,7 +71,8 @@ def share_threads(config: PipelineConfig, model: str, num_cores: int, instances:
         for instance in group:
             size = sizes[instance.instance_id]
             number = math.ceil(size * num_cores / total) if size else equal
-            most = num_cores - 1 if instance.stage.kind.spins and num_cores > 2 else num_cores
+            leaves_one = instance.stage.kind.spins and (num_cores > 2 or len(instances) == 1)
+            most = num_cores - 1 if leaves_one else num_cores
             threads[instance.instance_id] = max(1, min(most, number))
     return threads
 

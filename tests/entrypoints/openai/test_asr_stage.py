@@ -106,6 +106,34 @@ def test_the_sound_at_an_address_is_transcribed_as_it_is_now(
     assert sum(stage.num_completed for stage in llm.stats()) == before + 2
 
 
+def test_a_transcript_is_aborted_with_the_last_that_waits(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        stage = load_asr_stage(server.client, server.app.state.args)
+        assert stage is not None
+        aborted = asyncio.Event()
+
+        async def fetch(url: str, parameter: str) -> tuple[np.ndarray, float]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                aborted.set()
+            raise AssertionError
+
+        monkeypatch.setattr(stage._media, "sound", fetch)
+        url = "data:audio/wav;base64,AAAA"
+        tasks = [asyncio.create_task(stage.transcript(url, "messages", {})) for _ in range(2)]
+        while [made.num_waiting for made in stage._transcripts.values()] != [2]:
+            await asyncio.sleep(0)
+        for task in tasks:
+            assert not aborted.is_set()
+            task.cancel()
+            await asyncio.wait([task])
+        await aborted.wait()
+        assert not stage._transcripts
+
+    asyncio.run(main())
+
+
 def test_speech_runs_the_speaking_stage_alone(server: FakeServer, llm: AsyncOmniLLM) -> None:
     def num_steps() -> list[int]:
         return [stage.num_completed for stage in llm.stats()]

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ from vllm_omni.inputs import OmniPrompt
 
 MAX_TRANSCRIPTS = 1024
 """That are kept: a conversation has its earlier sounds in every request."""
+
+
+@dataclass
+class _Transcript:
+    task: asyncio.Task[str]
+    num_waiting: int = 0
+
 
 _Key = tuple[bytes, bytes, tuple[tuple[str, Any], ...]]
 """Of a transcript: the request's owner, the sound's hash, and the settings."""
@@ -49,7 +57,7 @@ class ASRStage:
         self.parameters: Sequence[str] = () if own is None else own.names
         if stage.kind.params == "sampling":
             self.parameters = (*self.parameters, "temperature")
-        self._transcripts: OrderedDict[_Key, asyncio.Task[str]] = OrderedDict()
+        self._transcripts: OrderedDict[_Key, _Transcript] = OrderedDict()
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Selects the settings of a client that the stage has parameters for.
@@ -86,26 +94,31 @@ class ASRStage:
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
         """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of
-        `transcribe`.
+        `transcribe`. It is made once for all that wait for it, and aborted when the last of them is cancelled.
 
         A sound at an address is fetched each time, because it may have changed.
         """
         sound = None if url[:5].lower() == "data:" else await self._media.sound(url, parameter)
         digest = await asyncio.to_thread(_digest, url, sound)
         key = (RequestContext.current().owner, digest, tuple(sorted(settings.items())))
-        task = self._transcripts.get(key)
-        if task is None:
-            task = asyncio.create_task(self._fetch_transcript(url, sound, parameter, settings))
-            self._transcripts[key] = task
+        made = self._transcripts.get(key)
+        if made is None:
+            made = _Transcript(asyncio.create_task(self._fetch_transcript(url, sound, parameter, settings)))
+            self._transcripts[key] = made
         self._transcripts.move_to_end(key)
         if len(self._transcripts) > MAX_TRANSCRIPTS:
             self._transcripts.popitem(last=False)
+        made.num_waiting += 1
         try:
-            return await asyncio.shield(task)  # Another request may wait for it.
+            return await asyncio.shield(made.task)  # Another request may wait for it.
         except BaseException:
-            if task.done():
-                self._transcripts.pop(key, None)  # It is tried again.
+            if made.task.done() or made.num_waiting == 1:
+                made.task.cancel()
+                if self._transcripts.get(key) is made:
+                    del self._transcripts[key]  # It is tried again.
             raise
+        finally:
+            made.num_waiting -= 1
 
     async def _fetch_transcript(
         self, url: str, sound: tuple[np.ndarray, float] | None, parameter: str, settings: Mapping[str, Any]

@@ -22,6 +22,7 @@ from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
+from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn
 from vllm_omni.function_stage import CALLER, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -211,6 +212,49 @@ def test_a_cough_is_not_answered(server: FakeServer, monkeypatch: pytest.MonkeyP
         await session.until("input_audio_buffer.committed")
         await session.connection.response.create()
         await session.until("response.done")
+
+    converse(server.app, main, model="fake", manual=False)
+
+
+class PausingDetector(LevelDetector):
+    """A pause is 100 ms of silence; 300 ms end a turn."""
+
+    _silence_ms: int | None = None
+
+    async def feed(self, samples: np.ndarray) -> list[Turn]:
+        turns = []
+        for start in range(0, len(samples), self._step):
+            piece, self._at_ms = samples[start : start + self._step], self._at_ms + 100
+            if piece.any():
+                turns += [Turn("started", self._at_ms - 100)] if self._silence_ms is None else []
+                self._silence_ms = 0
+            elif self._silence_ms is not None:
+                self._silence_ms += 100
+                turns += [Turn("paused", self._at_ms)] if self._silence_ms == 100 else []
+                if self._silence_ms == 300:
+                    turns.append(Turn("stopped", self._at_ms))
+                    self._silence_ms = None
+        return turns
+
+
+def test_a_turn_is_transcribed_from_its_pause_on(
+    server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has ended, and once: the transcript has what was heard before the pause."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", PausingDetector)
+    hearing = {"transcription": {"model": "any"}, "turn_detection": {"type": "server_vad"}}
+
+    async def main(session: Session) -> None:
+        await session.configure(audio={"input": hearing}, output_modalities=["text"])
+        for value in (0.2, 0.3):  # The user goes on after the first pause.
+            before = num_transcribed(llm)
+            await send(session, np.concatenate([level(value), PAUSE]))
+            while num_transcribed(llm) == before:
+                await asyncio.sleep(0.01)
+        await send(session, np.concatenate([PAUSE, PAUSE]))
+        events = await session.until("response.done")
+        (done,) = (event for event in events if event.type == f"{TRANSCRIPTION}.completed")
+        assert done.transcript == "It is 0.2." and num_transcribed(llm) == before + 1, "the median of both levels"
 
     converse(server.app, main, model="fake", manual=False)
 

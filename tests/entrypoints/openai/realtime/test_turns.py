@@ -47,8 +47,10 @@ def test_speech_is_found_in_any_pieces(ms: int) -> None:
     async def main() -> list[Any]:
         return [turn for piece in pieces(samples, ms) for turn in await detector.feed(piece)]
 
-    started, stopped = asyncio.run(main())
+    started, *pauses, stopped = asyncio.run(main())
     assert (started.kind, stopped.kind) == ("started", "stopped")
+    assert {pause.kind for pause in pauses} == {"paused"}
+    assert pauses[-1].at_ms == pytest.approx(stopped.at_ms - 200, abs=40)
     # 300 ms before the speech; 400 ms after it.
     assert started.at_ms == pytest.approx(500 + 1080 - 300, abs=150)
     assert stopped.at_ms == pytest.approx(500 + 1000 * len(samples) / RATE - 1080 + 400, abs=250)
@@ -58,7 +60,7 @@ def test_speech_is_found_in_any_pieces(ms: int) -> None:
 def test_speech_is_found_in_the_sound_of_a_telephone() -> None:
     samples = voiced()
     telephone = samples[: len(samples) // 3 * 3].reshape(-1, 3).mean(axis=1).astype("<i2")  # 8 kHz
-    started, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0, THREADS).feed(telephone))
+    started, *_, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0, THREADS).feed(telephone))
     assert started.at_ms == pytest.approx(1080 - 300, abs=150)
     assert stopped.at_ms == pytest.approx(1000 * len(samples) / RATE - 1080 + 400, abs=250)
 

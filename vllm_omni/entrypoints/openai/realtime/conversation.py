@@ -49,17 +49,24 @@ class Sound:
     Attributes:
         samples: int16 `[n]`.
         text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
+        num_spoken: The samples before its last pause, which an ASR stage reads; None: all of them.
         address: Names it in messages, where only its session can use it.
     """
 
     samples: np.ndarray
     format: SoundFormat
     text: str | None = None
+    num_spoken: int | None = None
     address: str = field(default_factory=lambda: f"sound:{random_uuid()}")
 
     @property
     def seconds(self) -> float:
         return len(self.samples) / self.format.sample_rate
+
+    @property
+    def spoken(self) -> Sound:
+        """What an ASR stage reads of it."""
+        return Sound(self.samples[: self.num_spoken], self.format)
 
     @property
     def url(self) -> str:

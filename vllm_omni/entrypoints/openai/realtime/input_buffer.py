@@ -56,13 +56,21 @@ class InputBuffer:
         self._pieces.append(samples)
         self._num_samples += len(samples)
 
+    def num_samples(self, until_ms: int) -> int:
+        """The number of samples before a position."""
+        return min(max(0, until_ms * self.format.sample_rate // 1000 - self._start), self._num_samples)
+
+    def copy(self, until_ms: int) -> Sound:
+        """What is before a position, and stays in the buffer."""
+        samples = np.concatenate([np.zeros(0, np.int16), *self._pieces])
+        return Sound(samples[: self.num_samples(until_ms)].copy(), self.format)
+
     def take(self, until_ms: int | None = None) -> Sound:
         """What is before a position, or all of it, which then is not in the buffer."""
         samples = np.concatenate([np.zeros(0, np.int16), *self._pieces])
-        half_sample = self._half_sample
+        half_sample, size = self._half_sample, len(samples) if until_ms is None else self.num_samples(until_ms)
         self.clear()
         if until_ms is not None:
-            size = max(0, until_ms * self.format.sample_rate // 1000 - self._start + len(samples))
             rest = samples[size:].copy()
             self._start -= len(rest)
             self._half_sample = half_sample

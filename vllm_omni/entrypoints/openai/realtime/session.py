@@ -110,6 +110,7 @@ class Session:
         self._runner: asyncio.Task[Any] | None = None
         self._ended_by: Literal["error", "unread event"] | None = None
         self._turn_id: str | None = None  # The id of the item that is spoken.
+        self._paused_ms: int | None = None  # Its last pause.
         self._idle = IdleTimeout()
         self._values: Values = {}
         self._configure(values)
@@ -311,19 +312,26 @@ class Session:
         return int(1000 * self._limits.max_realtime_audio_s)
 
     async def _follow(self, turn: Turn) -> None:
-        """Speech has started, which interrupts a response, or has stopped, which asks for one."""
+        """Speech has started, which interrupts a response, has paused, or has stopped, which asks for a response."""
         settings = self._values["audio"]["input"]["turn_detection"]
         if turn.kind == "started":
-            self._turn_id = new_id("item")
+            self._turn_id, self._paused_ms = new_id("item"), None
             self._idle.stop()
             self._buffer.drop_before(turn.at_ms)
             await self._send("input_audio_buffer.speech_started", audio_start_ms=turn.at_ms, item_id=self._turn_id)
             if settings["interrupt_response"] and (response := self._active()):
                 await response.cancel("turn_detected")
             return
+        if turn.kind == "paused":
+            if self._chat.asr_stage is not None and self._turn_id is not None:
+                self._paused_ms = turn.at_ms
+                self._transcriptions.guess(self._buffer.copy(turn.at_ms), self._rules.asr_settings(self._values))
+            return
         item_id = self._turn_id or new_id("item")
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
+        num_spoken = None if self._paused_ms is None else self._buffer.num_samples(self._paused_ms)
         sound = self._buffer.take(turn.at_ms)
+        sound.num_spoken = num_spoken
         if sound.seconds < MIN_AUDIO_SECONDS:  # The client has committed or cleared it.
             self._turn_id = None
             return
@@ -355,7 +363,7 @@ class Session:
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
     async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
-        self._turn_id = None
+        self._turn_id = self._paused_ms = None
         self._idle.stop()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, suppress
 
 from openai.types.audio.transcription import UsageDuration
 
@@ -30,16 +30,19 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
         ChatError: It failed.
     """
     sounds = [(sound, item.asr_settings) for item in items for sound in item.sounds.values() if sound.text is None]
+    texts = await _transcripts(session, [(sound.spoken, settings) for sound, settings in sounds])
+    for (sound, _), text in zip(sounds, texts, strict=True):
+        sound.text = text
+
+
+async def _transcripts(session: SessionContext, sounds: Sequence[tuple[Sound, Values]]) -> list[str]:
+    """The texts of sounds, each with parameters of the ASR stage. Raises `ChatError`."""
     context = RequestContext.start(session.client)
     context.kept_sounds = {sound.address: sound.decoded for sound, _ in sounds}
     stage = session.chat.asr_stage
     assert stage is not None
-
-    async def write(sound: Sound, settings: Values) -> None:
-        sound.text = await stage.transcript(sound.url, "item.content", settings)
-
     try:
-        await asyncio.gather(*(write(*each) for each in sounds))
+        return await asyncio.gather(*(stage.transcript(sound.url, "item.content", given) for sound, given in sounds))
     except Exception as error:
         raise as_chat_error(error) from error
 
@@ -54,6 +57,7 @@ class InputTranscriptions:
         """
         self._session, self._model = session, model
         self._tasks: set[asyncio.Task[None]] = set()
+        self._guess: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def start(self, item: Item, sound: Sound, settings: Values) -> asyncio.Task[None]:
@@ -66,6 +70,23 @@ class InputTranscriptions:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def guess(self, sound: Sound, settings: Values) -> None:
+        """Begins the transcript of a sound that may be all that the user says. What then needs it finds it, with the
+        same samples and parameters, at the ASR stage; the one before is aborted, unless something waits for it.
+
+        Args:
+            settings: Values of the ASR stage's parameters.
+        """
+        if self._guess is not None:
+            self._guess.cancel()
+        self._guess = asyncio.create_task(self._write_guess(sound, settings))
+        self._tasks.add(self._guess)
+        self._guess.add_done_callback(self._tasks.discard)
+
+    async def _write_guess(self, sound: Sound, settings: Values) -> None:
+        with suppress(ChatError):  # What needs it fails with the same error, or has a transcript.
+            await _transcripts(self._session, [(sound, settings)])
 
     async def close(self) -> None:
         """Aborts them."""

@@ -26,6 +26,8 @@ SAMPLE_RATE = 16000
 _WINDOW, _CONTEXT = 512, 64
 """Samples that the model reads at a time, and those before them that it reads again."""
 _HYSTERESIS = 0.15  # Speech ends below the threshold by this much, as in silero-vad.
+_PAUSE_MS = 200
+"""Of silence within a turn: it may be the end, and a transcript is begun."""
 
 _DEFAULTS: dict[str, Any] = {"create_response": True, "interrupt_response": True}
 _SERVER_VAD: dict[str, Any] = {
@@ -80,13 +82,13 @@ def _model() -> Any:
 
 @dataclass(frozen=True)
 class Turn:
-    """Speech has started or stopped.
+    """Speech has started, paused or stopped. It stops after a pause, unless the silence of a turn's end is shorter.
 
     Attributes:
         at_ms: When, in the sound of the session. A start is `prefix_padding_ms` before the speech.
     """
 
-    kind: Literal["started", "stopped"]
+    kind: Literal["started", "paused", "stopped"]
     at_ms: int
 
 
@@ -112,6 +114,7 @@ class TurnDetector:
         self._state = torch.zeros(2, 1, 128)
         self._num_read = 0
         self._speech_end: int | None = None  # The sample after the last speech, of a turn.
+        self._is_paused = False
 
     @property
     def num_kept_ms(self) -> int:
@@ -157,11 +160,15 @@ class TurnDetector:
             self._speech_end = self._num_read
             speech_ms = self._start_ms + _ms(self._num_read - _WINDOW)
             return Turn("started", max(self._start_ms, speech_ms - self._prefix_ms))
+        silence_ms = _ms(self._num_read - self._speech_end)
         if probability >= self._threshold - _HYSTERESIS:
-            self._speech_end = self._num_read
-        elif _ms(self._num_read - self._speech_end) >= self._silence_ms:
-            self._speech_end = None
+            self._speech_end, self._is_paused = self._num_read, False
+        elif silence_ms >= self._silence_ms:
+            self._speech_end, self._is_paused = None, False
             return Turn("stopped", self._start_ms + _ms(self._num_read))
+        elif silence_ms >= _PAUSE_MS and not self._is_paused:
+            self._is_paused = True
+            return Turn("paused", self._start_ms + _ms(self._num_read))
         return None
 
 

@@ -91,7 +91,6 @@ def test_a_model_in_float32_that_is_not_compiled_uses_it(
         model_config=SimpleNamespace(dtype=dtype),
         compilation_config=SimpleNamespace(mode=mode),
         quant_config=quantization,
-        additional_config={},
     )
 
     runner.load_model()

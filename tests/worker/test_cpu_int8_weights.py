@@ -15,8 +15,7 @@ from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker import cpu_int8_weights
-from vllm_omni.worker.cpu_half_weights import CPUHalfWeights
-from vllm_omni.worker.cpu_int8_weights import Int8LinearMethod, Int8WeightsConfig, quantize
+from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights, Int8LinearMethod, Int8WeightsConfig, quantize
 
 
 def make_layer(num_outputs: int = 64, num_inputs: int = 96) -> nn.Module:
@@ -41,7 +40,7 @@ def test_products_are_those_of_the_rounded_weights(shape: tuple[int, ...], dtype
     rounded, scales = quantize(layer.weight)
     expected = nn.functional.linear(x.to(torch.bfloat16).float(), rounded * scales.float()[:, None])
 
-    (method := Int8LinearMethod("layer")).process_weights_after_loading(layer)
+    (method := Int8LinearMethod()).process_weights_after_loading(layer)
 
     assert layer.weight.numel() == 0
     product = method.apply(layer, x)
@@ -58,19 +57,21 @@ def test_widths_that_the_kernel_has_not_stay_in_float(
     monkeypatch.setattr(cpu_int8_weights.logger, "handlers", [caplog.handler])
     layer, x = make_layer(48), torch.randn(2, 96)
     expected = nn.functional.linear(x, layer.weight)
-    (method := Int8LinearMethod("a.layer")).process_weights_after_loading(layer)
+    method = Int8LinearMethod()
+    method.prefix = "a.layer"
+    method.process_weights_after_loading(layer)
     torch.testing.assert_close(method.apply(layer, x), expected)
     assert "a.layer [48, 96] stays in float" in caplog.text
 
 
 def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, size: int = 64) -> Any:
     loaded = make_layer(size)
-    Int8LinearMethod("layer").process_weights_after_loading(loaded)
+    Int8LinearMethod().process_weights_after_loading(loaded)
     monkeypatch.setattr(CPUModelRunner, "load_model", lambda self: None)
     monkeypatch.setattr(
         OmniEngineSettings, "from_vllm_config", lambda config: OmniEngineSettings(has_int8_weights=True)
     )
-    runner: Any = CPUHalfWeights.__new__(CPUHalfWeights)
+    runner: Any = CPUInt8Weights.__new__(CPUInt8Weights)
     model = SimpleNamespace(dtype=dtype, quantization="awq")
     runner.vllm_config = SimpleNamespace(model_config=model, quant_config=quantization)
     runner.model = loaded

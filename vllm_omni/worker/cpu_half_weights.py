@@ -16,9 +16,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_omni.engine.engine_args import INT8, OmniEngineSettings
-from vllm_omni.errors import StageConfigError
-
 _ENGINES = ("x86", "fbgemm")
 _TOLERANCE = 2.0**-25
 """Half of the smallest float16: values of bfloat16 below 1e-5 are rounded by at most this, all others are exact."""
@@ -28,24 +25,9 @@ class CPUHalfWeights(CPUModelRunner):
     """A base of our runners."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if OmniEngineSettings.from_vllm_config(self.vllm_config).has_int8_weights:
-            self._load_int8(*args, **kwargs)
-            return
         if self.vllm_config.quant_config is None and _is_useful(self.vllm_config):
             self.vllm_config.quant_config = HalfWeightsConfig()
         super().load_model(*args, **kwargs)
-
-    def _load_int8(self, *args: Any, **kwargs: Any) -> None:
-        from vllm_omni.worker.cpu_int8_weights import Int8WeightsConfig, check_int8  # extends this module
-
-        config = self.vllm_config.model_config
-        if self.vllm_config.quant_config is not None:
-            raise StageConfigError(f"quantization: the checkpoint has {config.quantization}; remove {INT8}")
-        if config.dtype not in Int8WeightsConfig().get_supported_act_dtypes():
-            raise StageConfigError(f"quantization: {INT8} needs dtype float32 or bfloat16, not {config.dtype}")
-        self.vllm_config.quant_config = Int8WeightsConfig()
-        super().load_model(*args, **kwargs)
-        check_int8(self.model)
 
 
 class HalfWeightsConfig(QuantizationConfig):

@@ -16,9 +16,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from vllm_omni.engine.engine_args import INT8
+from vllm_omni.engine.engine_args import INT8, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
-from vllm_omni.worker.cpu_half_weights import HalfWeightsConfig
+from vllm_omni.worker.cpu_half_weights import CPUHalfWeights, HalfWeightsConfig
 
 logger = init_logger(__name__)
 
@@ -28,6 +28,23 @@ _MULTIPLE = 32
 """Of inputs and outputs that torch's kernel computes at once."""
 _MANY_ROWS = 48
 """From here on converting the weights is faster than torch's kernel, by a factor of two at 128 (AVX-512, one core)."""
+
+
+class CPUInt8Weights(CPUHalfWeights):
+    """A base of our runners."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if not OmniEngineSettings.from_vllm_config(self.vllm_config).has_int8_weights:
+            super().load_model(*args, **kwargs)
+            return
+        config = self.vllm_config.model_config
+        if self.vllm_config.quant_config is not None:
+            raise StageConfigError(f"quantization: the checkpoint has {config.quantization}; remove {INT8}")
+        if config.dtype not in Int8WeightsConfig().get_supported_act_dtypes():
+            raise StageConfigError(f"quantization: {INT8} needs dtype float32 or bfloat16, not {config.dtype}")
+        self.vllm_config.quant_config = Int8WeightsConfig()
+        super().load_model(*args, **kwargs)
+        check_int8(self.model)
 
 
 class Int8WeightsConfig(HalfWeightsConfig):
@@ -40,19 +57,21 @@ class Int8WeightsConfig(HalfWeightsConfig):
         return [torch.float32, torch.bfloat16]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        return Int8LinearMethod(prefix) if isinstance(layer, LinearBase) else super().get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase):
+            return super().get_quant_method(layer, prefix)
+        method = Int8LinearMethod()
+        method.prefix = prefix
+        return method
 
 
 class Int8LinearMethod(UnquantizedLinearMethod):
     """A linear layer with weights in int8.
 
-    Args:
+    Attributes:
         prefix: Its name, for the log.
     """
 
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self._prefix = prefix
+    prefix = ""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight: Any = layer.weight
@@ -61,7 +80,7 @@ class Int8LinearMethod(UnquantizedLinearMethod):
             return
         if any(size % _MULTIPLE for size in weight.shape):
             text = "%s %s stays in float: int8 needs sizes that are multiples of %d"
-            logger.info(text, self._prefix, list(weight.shape), _MULTIPLE)
+            logger.info(text, self.prefix, list(weight.shape), _MULTIPLE)
             super().process_weights_after_loading(layer)
             return
         rounded, scales = quantize(weight.detach())

@@ -401,7 +401,7 @@ class SpeechModel:
         return output if self.vocoder is None else self.vocoder(output[0])
 
     def call_rows(self, inputs: Mapping[str, Any], options: Mapping[str, Any], noise: RowNoise) -> Any:
-        """The same for several rows.
+        """What the class returns for several rows.
 
         Args:
             noise: Draws each row's random numbers as if it were alone.
@@ -447,7 +447,7 @@ def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    """The same with all tensors on a device."""
+    """A value, or a mapping of any depth, with all tensors on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping) or hasattr(value, "items"):

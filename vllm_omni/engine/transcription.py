@@ -141,6 +141,7 @@ class Transcription:
         self.starts = [sum(lengths[:index]) for index in range(len(lengths))]
         self._has_text = False
         self._num_begun = 0
+        self._is_clip_empty = True
         self.begin_clip()
 
     def _split(self, sound: np.ndarray) -> Sequence[np.ndarray]:

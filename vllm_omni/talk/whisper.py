@@ -50,7 +50,7 @@ class Whisper(MadeCheckpoint):
     def convert(self, folder: Path) -> None:
         variables = _read(self._path(part) for part in self.parts)
         config = self._config(variables)
-        model = WhisperForConditionalGeneration(config).to(torch.float16)
+        model = WhisperForConditionalGeneration(config).half()
         model.load_state_dict(dict(_weights(variables, config)))
         model.generation_config = self._generation_config(config)
         model.save_pretrained(folder)
@@ -66,7 +66,7 @@ class Whisper(MadeCheckpoint):
 
     def _config(self, variables: dict[str, np.ndarray]) -> WhisperConfig:
         vocab_size, width = variables["decoder/embeddings/weight"].shape
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for side in ("encoder", "decoder"):
             sizes[f"{side}_layers"] = sum(
                 name.startswith(side) and "/ffn/linear_0/weight" in name for name in variables

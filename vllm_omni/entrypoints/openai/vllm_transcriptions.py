@@ -65,7 +65,7 @@ class _Transcriber(SpeechToTextBaseServing):
         """A copy of the handler for one request."""
         made = copy.copy(self)
         made._clips = []
-        made.engine_client = _ClipClient(self.engine_client, made)
+        made.engine_client = cast(Any, _ClipClient(cast(OmniEngineClient, self.engine_client), made))
         return made
 
     @property
@@ -83,13 +83,12 @@ class _Transcriber(SpeechToTextBaseServing):
         Args:
             audio_data: Samples and their rate.
         """
-        parameters = TranscriptionParameters(
-            language=request.language, prompt=request.prompt, task=cast(Task, self.task_type)
-        )
+        parameters = TranscriptionParameters(language=request.language, prompt=request.prompt, task=self.task_type)
         tokenizer = self.renderer.get_tokenizer()
         try:
+            sound, sample_rate = audio_data
             made = await asyncio.to_thread(
-                Transcription, self.model_config, tokenizer, *audio_data, parameters, writes_times=True
+                Transcription, self.model_config, tokenizer, sound, sample_rate, parameters, writes_times=True
             )
         except ValueError as error:
             field = "language" if self.task_type == "transcribe" else "model"
@@ -140,6 +139,9 @@ class _Translating(_Transcriber, OpenAIServingTranslation):
     """Writes English."""
 
 
+_METHODS: dict[Task, str] = {"transcribe": "create_transcription", "translate": "create_translation"}
+
+
 class _ClipClient:
     """The engine as a handler of one request calls it: its outputs have the text of `ClipText`."""
 
@@ -177,9 +179,10 @@ class VllmSource(TranscriptionSource):
     def __init__(self, state: State, client: OmniEngineClient, args: Namespace) -> None:
         super().__init__(client, args)
         made = state.openai_serving_transcription
+        logger = made.request_logger
         self._handlers: dict[Task, _Transcriber] = {
-            task: handler(client, made.models, request_logger=made.request_logger)
-            for task, handler in (("transcribe", _Transcribing), ("translate", _Translating))
+            "transcribe": _Transcribing(client, made.models, request_logger=logger),
+            "translate": _Translating(client, made.models, request_logger=logger),
         }
         for handler in self._handlers.values():
             handler.default_sampling_params = client.default_sampling_params
@@ -199,7 +202,7 @@ class VllmSource(TranscriptionSource):
             )
         sound = await self._media.sound(request.file, "file")
         handler = self._handlers[task].for_request()
-        run: Any = handler.create_transcription if task == "transcribe" else handler.create_translation
+        run = getattr(handler, _METHODS[task])
         answer = await run(sound, _as_vllm(request, task), raw_request)
         if isinstance(answer, ErrorResponse):
             return answer

@@ -49,8 +49,9 @@ def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]
     cpus = free if placements and free else None
     threads = share_threads(config, model, len(free), others) if current_platform.is_cpu() else {}
     for instance in others:
-        number = threads.get(instance.instance_id)  # None: with an accelerator torch decides.
-        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=number and _num_threads(number))
+        share = threads.get(instance.instance_id)  # None: with an accelerator torch decides.
+        num_threads = None if share is None else _num_threads(share)
+        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=num_threads)
     return placements
 
 

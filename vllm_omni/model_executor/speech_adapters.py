@@ -20,8 +20,6 @@ from vllm_omni.model_executor.speech_model import SpeechModel
 class Vits(SpeechModel):
     """Rows together: the noise of a row does not have its padding, and neither has the vocoder's input."""
 
-    joins = True
-
     def load(self, device: torch.device) -> None:
         super().load(device)
         if getattr(self.processor, "is_uroman", False) and not is_uroman_available():

@@ -150,3 +150,9 @@ class Musicgen(SpeechModel):
 
     def load_processor(self, **args: Any) -> Any:
         return AutoTokenizer.from_pretrained(self.model, **args)
+
+
+class MusicgenMelody(Musicgen):
+    """A prompt is a prefix of the codes, whose positions its padding would move."""
+
+    joins = False

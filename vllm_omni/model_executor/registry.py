@@ -70,7 +70,7 @@ SPEECH_ADAPTERS: dict[str, str] = {
     "DiaForConditionalGeneration": f"{_ADAPTERS}:Dia",
     "FastSpeech2ConformerWithHifiGan": f"{_ADAPTERS}:FastSpeech2Conformer",
     "MusicgenForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
-    "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
+    "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:MusicgenMelody",
     "SeamlessM4TForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",
     "SeamlessM4TModel": f"{_ADAPTERS}:SeamlessM4T",
     "SeamlessM4Tv2ForTextToSpeech": f"{_ADAPTERS}:SeamlessM4T",

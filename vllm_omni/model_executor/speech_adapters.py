@@ -20,8 +20,6 @@ from vllm_omni.model_executor.speech_model import SpeechModel
 class Vits(SpeechModel):
     """Rows together: the noise of a row does not have its padding, and neither has the vocoder's input."""
 
-    joins = True
-
     def load(self, device: torch.device) -> None:
         super().load(device)
         if getattr(self.processor, "is_uroman", False) and not is_uroman_available():
@@ -152,3 +150,9 @@ class Musicgen(SpeechModel):
 
     def load_processor(self, **args: Any) -> Any:
         return AutoTokenizer.from_pretrained(self.model, **args)
+
+
+class MusicgenMelody(Musicgen):
+    """A prompt is a prefix of the codes, whose positions its padding would move."""
+
+    joins = False

@@ -433,7 +433,7 @@ class SpeechModel:
         """`generate` of a class or model, or, without one, `forward`."""
         if hasattr(model, "generate"):
             return model.generate
-        return model.forward if isinstance(model, type) else model
+        return model if isinstance(model, torch.nn.Module) else model.forward
 
 
 def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:

@@ -166,7 +166,10 @@ class LateLogger:
     def __init__(
         self, logger: logging.Logger, loop: asyncio.AbstractEventLoop, is_logged: Callable[[str, str], bool]
     ) -> None:
-        """For `is_logged` see `http_protocol`."""
+        """
+        Args:
+            is_logged: Whether a request with this method and path, which has succeeded, gets a line.
+        """
         self._logger, self._loop, self._is_logged = logger, loop, is_logged
 
     def info(self, message: str, client: str, method: str, path: str, version: str, status: int) -> None:

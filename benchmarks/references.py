@@ -75,12 +75,12 @@ def _images(load: Callable[[Path], Reference], params: list[Any], num_sequences:
 
 def _glm_image(model: Path) -> Reference:
     reference = GlmImageReference(model)
-    return lambda prompt: reference.generate(prompt["prompt"], **GLM_IMAGE_CALL).numpy()
+    return lambda prompt: reference.generate(str(prompt["prompt"]), **GLM_IMAGE_CALL).numpy()
 
 
 def _janus(model: Path) -> Reference:
     reference = JanusReference(model)
-    return lambda prompt: reference.paint(reference.image_tokens(prompt["prompt"])).numpy()
+    return lambda prompt: reference.paint(reference.image_tokens(str(prompt["prompt"]))).numpy()
 
 
 def _speech(

@@ -98,6 +98,7 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         delivery = self._delivery_to(loop)
         events = EventQueue(count_unread)
         text = await self._begin_text(prompt, request_id)
+        internal_id: str
 
         def on_event(event: OmniEvent) -> None:
             try:

@@ -429,7 +429,7 @@ class SpeechModel:
         return [waveform[..., :size] for waveform, size in zip(waveforms, sizes, strict=True)]
 
     @staticmethod
-    def _method(model: Any) -> Callable[..., Any]:
+    def _method(model: Any) -> Any:
         """`generate` of a class or model, or, without one, `forward`."""
         if hasattr(model, "generate"):
             return model.generate

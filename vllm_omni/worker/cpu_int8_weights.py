@@ -94,8 +94,8 @@ class Int8LinearMethod(UnquantizedLinearMethod):
             product = product.view(*x.shape[:-1], len(scales))
             return product if bias is None else product.add_(bias)
 
-        layer.cpu_linear = cpu_linear
-        layer.has_int8_weights = True
+        layer.cpu_linear = cpu_linear  # type: ignore[assignment]  # vLLM's name for it
+        layer.has_int8_weights = True  # type: ignore[assignment]
         layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 

@@ -59,6 +59,7 @@ class _Transcriber(SpeechToTextBaseServing):
     """
 
     transcription: Transcription
+    engine_client: Any
     _clips: list[ClipText]
 
     def for_request(self) -> Self:
@@ -85,6 +86,7 @@ class _Transcriber(SpeechToTextBaseServing):
         """
         parameters = TranscriptionParameters(language=request.language, prompt=request.prompt, task=self.task_type)
         tokenizer = self.renderer.get_tokenizer()
+        samples, rate = audio_data
         try:
             sound, sample_rate = audio_data
             made = await asyncio.to_thread(
@@ -201,7 +203,7 @@ class VllmSource(TranscriptionSource):
                 parameter="response_format",
             )
         sound = await self._media.sound(request.file, "file")
-        handler = self._handlers[task].for_request()
+        handler: Any = self._handlers[task].for_request()
         run = getattr(handler, _METHODS[task])
         answer = await run(sound, _as_vllm(request, task), raw_request)
         if isinstance(answer, ErrorResponse):

@@ -255,7 +255,7 @@ def main() -> None:
     chosen: dict[str, Any] = {"enforce_eager": True} if args.eager else {}
     if args.async_scheduling is not None:
         chosen["async_scheduling"] = args.async_scheduling
-    settings: dict[str, str | int | float] = {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s", "rounds": plan.rounds}
+    settings = {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s", "rounds": str(plan.rounds)}
     report = Report("serve", {**settings, **{name: str(value) for name, value in chosen.items()}})
     for size in args.sizes:
         if {"chat", "speech"} & set(args.parts):

@@ -86,7 +86,6 @@ class _Transcriber(SpeechToTextBaseServing):
         """
         parameters = TranscriptionParameters(language=request.language, prompt=request.prompt, task=self.task_type)
         tokenizer = self.renderer.get_tokenizer()
-        samples, rate = audio_data
         try:
             sound, sample_rate = audio_data
             made = await asyncio.to_thread(

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends that `offline.py` compares: HF transformers and `OmniLLM`, on the same prompts at the same length."""
+"""What makes the same speech of the same prompts: HF transformers, `OmniLLM`, and clients of `AsyncOmniLLM`."""
 
+import asyncio
 import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from report import mean, percentile
+from report import mean, percentile, underrun
 from vllm import SamplingParams
 
-from vllm_omni import OmniLLM
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent, OmniLLM
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.hf_oracle import HFOracle, OracleResult
 
@@ -19,6 +21,10 @@ WAVE_RATE = 24_000
 REPETITION_PENALTY = 1.05
 CLEARLY_FASTER = 0.9
 TRIALS, TRIAL_TEXT_TOKENS, TRIAL_TALKER_TOKENS = 2, 4, 9
+TEXT_TOKENS = 40
+HF_PROMPTS = 4
+CODES = {"qwen2_5_omni": (50.0, 0), "qwen3_omni_moe": (12.5, 1)}
+"""The talker's tokens for a second of speech, and those that make none."""
 
 Prompts = list[OmniPrompt]
 
@@ -201,3 +207,143 @@ def check_results(baseline: HFBackend, others: Sequence[HFBackend | OmniBackend]
         for index, result in baseline.results.items():
             if backend.results[index] != result:
                 raise ValueError(f"prompt {index}: {backend.name} made {backend.results[index]}, not {result}")
+
+
+@dataclass
+class Response:
+    """What a client received of one request, and when. Times are seconds since it was sent.
+
+    Attributes:
+        segments: When each segment of speech arrived, and how long it plays.
+        samples: Of the speech.
+    """
+
+    first_text: float = 0.0
+    segments: list[tuple[float, float]] = field(default_factory=list)
+    completed: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    samples: int = 0
+
+    @property
+    def first_audio(self) -> float:
+        return self.segments[0][0]
+
+    @property
+    def real_time_factor(self) -> float:
+        return self.completed * WAVE_RATE / self.samples
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - sooner for (sooner, _), (later, _) in itertools.pairwise(self.segments)]
+
+    @property
+    def underrun(self) -> float:
+        return underrun(self.segments)
+
+    def add(self, event: ARSegmentEvent | CompletedEvent, when: float) -> None:
+        if isinstance(event, CompletedEvent):  # of a client that does not stream
+            text, speech = event.outputs
+            self.first_text, self.token_ids = when, list(text.outputs[0].token_ids)
+            self._add_audio(len(speech.multimodal_output["audio"]), when)
+        elif event.final_output_type == "text":
+            self.first_text = self.first_text or when
+            self.token_ids += event.tokens
+        elif "audio" in event.multimodal_output:
+            self._add_audio(len(event.multimodal_output["audio"]), when)
+
+    def _add_audio(self, samples: int, when: float) -> None:
+        self.samples += samples
+        self.segments.append((when, samples / WAVE_RATE))
+
+
+@dataclass(frozen=True)
+class Client:
+    llm: AsyncOmniLLM
+    params: list[Any]
+    streams: bool
+
+    def run(self, prompts: list[OmniPrompt], concurrency: int) -> tuple[float, list[Response]]:
+        """All prompts, `concurrency` at a time. Returns the seconds, and responses in the order of the prompts."""
+        numbered = enumerate(prompts)
+        responses: dict[int, Response] = {}
+
+        async def send_next(waiting: Iterator[tuple[int, OmniPrompt]]) -> None:
+            for number, prompt in waiting:
+                responses[number] = await self.send(prompt)
+
+        async def send_all() -> None:
+            await asyncio.gather(*(send_next(numbered) for _ in range(concurrency)))
+
+        started = time.monotonic()
+        asyncio.run(send_all())
+        return time.monotonic() - started, [responses[number] for number in sorted(responses)]
+
+    async def send(self, prompt: OmniPrompt) -> Response:
+        response, started = Response(), time.monotonic()
+        async for event in self.llm.generate(prompt, self.params, stream=self.streams):
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, ARSegmentEvent) or (isinstance(event, CompletedEvent) and not self.streams):
+                response.add(event, time.monotonic() - started)
+        response.completed = time.monotonic() - started
+        return response
+
+
+@dataclass
+class Measurement:
+    """All rounds of one client at one concurrency."""
+
+    seconds: float = 0.0
+    responses: list[Response] = field(default_factory=list)
+
+    @property
+    def requests_per_second(self) -> float:
+        return len(self.responses) / self.seconds
+
+    @property
+    def first_audio(self) -> float:
+        return percentile([response.first_audio for response in self.responses], 50)
+
+    def row(self) -> dict[str, float]:
+        responses = self.responses
+        gaps = [gap for response in responses for gap in response.gaps] or [0.0]
+        return {
+            "requests/s": self.requests_per_second,
+            "tokens/s": sum(len(response.token_ids) for response in responses) / self.seconds,
+            "sound s/s": sum(response.samples for response in responses) / WAVE_RATE / self.seconds,
+            "TTFT p50 s": percentile([response.first_text for response in responses], 50),
+            "TTFA p50 s": self.first_audio,
+            "TTFA p99 s": percentile([response.first_audio for response in responses], 99),
+            "RTF p50": percentile([response.real_time_factor for response in responses], 50),
+            "gap p95 s": percentile(gaps, 95),
+            "underrun max s": max(response.underrun for response in responses),
+            "underran": mean([float(response.underrun > 0) for response in responses]),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    concurrencies: list[int]
+    rounds: int
+    speech_seconds: float
+
+    def talker_tokens(self, model: str) -> int:
+        per_second, extra = CODES[model]
+        return round(per_second * self.speech_seconds) + extra
+
+
+def row_of(figures: Figures, plan: Plan) -> dict[str, float]:
+    """As `Measurement.row`, of a backend whose whole result arrives at once."""
+    first = percentile(figures.jct, 50)
+    return {
+        "requests/s": figures.requests_per_second,
+        "tokens/s": figures.requests_per_second * TEXT_TOKENS,
+        "sound s/s": figures.audio_seconds_per_second,
+        "TTFT p50 s": first,
+        "TTFA p50 s": first,
+        "TTFA p99 s": percentile(figures.jct, 99),
+        "RTF p50": first / plan.speech_seconds,
+        "gap p95 s": 0.0,
+        "underrun max s": 0.0,
+        "underran": 0.0,
+    }

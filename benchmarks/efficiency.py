@@ -36,9 +36,8 @@ import numpy as np
 import psutil
 from backends import sampling_params
 from efficiency_stages import CLOCK, Job, TimedARWorker, TimedGenerationWorker
-from report import Report, make_parser, progress
+from report import Report, make_parser, parse, progress, tiny_checkpoint
 from runtime import write_doubled_config
-from transformers.utils import logging
 
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.config.loader import load_pipeline_config
@@ -46,7 +45,6 @@ from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.events import ErrorEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.media import make_prompt, mixed_prompts
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 BATCH = 8
 """Requests that a stage computes at a time, where it is compared with itself alone."""
@@ -287,17 +285,14 @@ def main() -> None:
     parser.add_argument("--size", nargs="+", choices=["default", "large"], help="default: both; --quick: large")
     parser.add_argument("--concurrency", type=int, nargs="+", help="clients (default 1 8 32; --quick: 8)")
     parser.add_argument("--parts", nargs="+", choices=["shares", "slowest"], help="default: both")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    args = parse(parser)
     load = Load(waves=2, requests=32, text_tokens=24, talker_tokens=65, rounds=3)
     if args.quick:
         load = Load(waves=1, requests=16, text_tokens=16, talker_tokens=33, rounds=1)
     report = Report("efficiency", {"quick": str(args.quick)})
-    with tempfile.TemporaryDirectory() as folder:
-        for checkpoint in args.checkpoint or ("qwen3_omni_moe", "qwen2_5_omni"):
-            for size in args.size or (("large",) if args.quick else ("default", "large")):
-                model = write_tiny_checkpoint(checkpoint, Path(folder, checkpoint, size), size=size)
+    for checkpoint in args.checkpoint or ("qwen3_omni_moe", "qwen2_5_omni"):
+        for size in args.size or (("large",) if args.quick else ("default", "large")):
+            with tiny_checkpoint(checkpoint, size) as model:
                 subject = Subject(checkpoint, size, model)
                 if "shares" in (args.parts or "shares"):
                     measure_shares(subject, load, args.concurrency or ([8] if args.quick else [1, 8, 32]), report)

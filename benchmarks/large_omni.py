@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large Qwen3-Omni on one GPU: the speech that 1, 8 and 64 clients receive, beside HF transformers.
-
-    python benchmarks/large_omni.py [--layers N] [--experts N] [--concurrency 1 8 64] [--output FILE.json] [--quick]
+"""A part of `streaming.py`: the speech of a large Qwen3-Omni on one GPU, beside HF transformers.
 
 The widths are those of Qwen3-Omni-30B-A3B, the weights random, in bfloat16. Of its 48 layers and 128 experts the
 thinker has what the GPU has memory for, 16 and 8 at least; 16 experts at most, because the checkpoint is written first.
-HF runs alone, and leaves the GPU before the pipeline starts. Prompts, clients and columns are those of `streaming.py`;
-a result is 3 seconds of speech with `--quick`, else 10. `--tiny` tries all of it on a CPU.
+HF runs alone, and leaves the GPU before the pipeline starts. Prompts, clients and columns are those of streaming; a
+result is 3 seconds of speech with `--quick`, else 10. `--tiny` tries all of it on a CPU.
 """
 
 import gc
 import shutil
+import sys
 import tempfile
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from backends import HFBackend, Load, sampling_params
-from report import Cell, Report, make_parser, progress
-from streaming import HF_PROMPTS, TEXT_TOKENS, Client, Measurement, Plan, row_of
-from transformers.utils import logging
+from backends import HF_PROMPTS, TEXT_TOKENS, Client, HFBackend, Load, Measurement, Plan, row_of, sampling_params
+from report import Cell, Report, progress
 
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -95,21 +93,13 @@ def measure_pipeline(path: Path, engine_args: dict[str, Any], plan: Plan) -> dic
     return measurements
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--layers", type=int, help="of the thinker (default: what fits)")
-    parser.add_argument("--experts", type=int, help="of each layer of the thinker (default: what fits)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64], help="clients (default 1 8 64)")
-    parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint in float32, on a CPU too")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    plan = Plan(sorted(args.concurrency), *((1, 3.0) if args.quick else (2, 10.0)))
+def measure(args: Namespace) -> Report:
+    plan = Plan(sorted(args.concurrency or [1, 8, 64]), *((1, 3.0) if args.quick else (2, 10.0)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.tiny:
         size, dtype = Size(), torch.float32
     elif device == "cpu":
-        parser.error("needs an NVIDIA GPU; --tiny does without one")
+        sys.exit("--part large needs an NVIDIA GPU; --tiny does without one")
     else:
         free = torch.cuda.mem_get_info()[0], shutil.disk_usage(tempfile.gettempdir()).free
         size, dtype = fitting(*(count / 2**30 for count in free)), torch.bfloat16
@@ -140,8 +130,4 @@ def main() -> None:
             report.ratios[f"{name}_per_second_c{concurrency}"] = measurement.row()[key] / rows[concurrency][key]
         report.ratios[f"first_sound_speedup_c{concurrency}"] = rows[concurrency]["TTFA p50 s"] / measurement.first_audio
     report.notes.append("ratios are ours to HF's, higher is better; HF's sound comes whole, one request after another")
-    report.finish(args.output)
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speech from prompts, offline: HF transformers against `OmniLLM`, in one run, round by round.
+"""Speech and images from prompts, offline: a model's reference against `OmniLLM`, in one run, round by round.
 
     python benchmarks/offline.py [--model DIR | --checkpoint NAME] [--concurrency 1 8] [--output FILE.json] [--quick]
+    python benchmarks/offline.py --checkpoint qwen3_tts [--reference-python QWEN_TTS/bin/python]
 
-Both get the same prompts (text, image, audio and video in turn) and weights, greedily in float32, and make results of
-the same length: a number of text tokens and of frames of speech. `--concurrency` prompts are sent at once, and the next
-ones when those are done. HF runs one after the other, on one thread, and also on as many as a trial finds to be clearly
-faster; the ratios are to the better of these. Without `--model` two checkpoints with random weights are measured: the
-default tiny one, where overhead decides, and the large one, where computing does.
+Both get the same prompts and weights, greedily in float32. `--concurrency` prompts are sent at once, and the next ones
+when those are done; the reference runs one after the other. Without `--model` two checkpoints with random weights are
+measured: the default tiny one, where overhead decides, and the large one, where computing does.
+
+An omni model is compared with HF transformers: text, image, audio and video in turn, results of the same length, a
+number of text tokens and of frames of speech. HF runs on one thread, and also on as many as a trial finds to be clearly
+faster; the ratios are to the better of these. For models of speech or of images see `references.py`.
 """
 
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import references
+import torch
 from backends import Figures, HFBackend, Load, OmniBackend, Prompts, check_results, hf_backends
-from report import Report, make_parser, mean, percentile, progress
-from transformers.utils import logging
+from report import Report, make_parser, mean, parse, percentile, progress, tiny_checkpoint
 
 from vllm_omni import OmniLLM
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 DEFAULT, LARGE = "default", "large"
 
@@ -115,25 +117,28 @@ def loads(quick: bool) -> dict[str, Load]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--model", type=Path, help="a checkpoint; default: tiny ones, in both sizes")
-    parser.add_argument("--checkpoint", choices=["qwen3_omni_moe", "qwen2_5_omni"], default="qwen3_omni_moe")
+    parser.add_argument("--model", type=Path, help="an omni model; default: --checkpoint, in both sizes")
+    choices = ["qwen3_omni_moe", "qwen2_5_omni", *references.CHECKPOINTS]
+    parser.add_argument("--checkpoint", choices=choices, default=choices[0], help="a tiny one (default %(default)s)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    parser.add_argument("--reference-python", type=Path, metavar="PATH", help="of an environment with qwen-tts")
+    args = parse(parser)
     report = Report("offline", {"model": str(args.model or args.checkpoint), "quick": str(args.quick)})
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         models = {DEFAULT: args.model}
         if args.model is None:
-            models = {
-                size: write_tiny_checkpoint(args.checkpoint, folder / size, size=size) for size in (DEFAULT, LARGE)
-            }
-        progress("starting " + " and ".join(models))
-        for comparison in start(models, loads(args.quick), max(args.concurrency), stack):
-            # One at a time the large size takes too long for a quick run.
-            is_short = args.quick and comparison.label == LARGE
-            measure(comparison, [max(args.concurrency)] if is_short else args.concurrency, report)
+            models = {size: stack.enter_context(tiny_checkpoint(args.checkpoint, size)) for size in (DEFAULT, LARGE)}
+        if args.model is None and args.checkpoint in references.CHECKPOINTS:
+            torch.set_num_threads(1)
+            family = references.make_family(args.checkpoint, args.reference_python)
+            for size, model in models.items():
+                references.measure(family, size, model, args.concurrency, 1 if args.quick else 5, report)
+        else:
+            progress("starting " + " and ".join(models))
+            for comparison in start(models, loads(args.quick), max(args.concurrency), stack):
+                # One at a time the large size takes too long for a quick run.
+                is_short = args.quick and comparison.label == LARGE
+                measure(comparison, [max(args.concurrency)] if is_short else args.concurrency, report)
     report.finish(args.output)
 
 

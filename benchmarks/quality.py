@@ -29,7 +29,7 @@ import soundfile
 import torch
 from PIL import Image
 from report import Report, make_parser, mean, progress
-from serve import start_server
+from servers import start_server
 
 from coloured_shapes.checker import agrees, find_shapes
 from coloured_shapes.language import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the authors' `qwen-tts` for `text_to_speech.py`, in the environment that `make_fixtures.py` describes.
+"""Runs the authors' `qwen-tts` for `references.py`, in the environment that `make_fixtures.py` describes.
 
     QWEN_TTS/bin/python benchmarks/qwen_tts_reference.py CHECKPOINT
 

@@ -17,21 +17,18 @@ import base64
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import psutil
-from report import Report, make_parser, progress
-from serve import omni_server, start_server
+from report import Report, make_parser, parse, progress, tiny_checkpoint
+from servers import omni_server, start_server
 
 from vllm_omni.entrypoints.openai.audio_formats import wav_header
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 NUM_TOKENS, NUM_FRAMES = 16, 25
 KV_CACHE_BYTES, SMALL_KV_CACHE_BYTES = 256 << 20, 32 << 20
@@ -172,16 +169,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of a session")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="talk for so long, the largest of --sessions at once")
-    args = parser.parse_args()
+    args = parse(parser)
     num_rounds, num_turns = (1, min(args.turns, 2)) if args.quick else (args.rounds, args.turns)
     report = Report("realtime", {"turns": num_turns, "rounds": num_rounds})
-    with tempfile.TemporaryDirectory() as scratch:
-        model = write_tiny_checkpoint("qwen3_omni_moe", Path(scratch) / "model")
+    with tiny_checkpoint("qwen3_omni_moe") as model:
         if args.minutes:
             os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = NUM_KERNELS
         num_bytes = SMALL_KV_CACHE_BYTES if args.minutes else KV_CACHE_BYTES
         command = omni_server(model, *FLAGS, f"--kv-cache-memory-bytes={num_bytes}")
-        with start_server(command, Path(scratch)) as url:
+        with start_server(command, model.parent) as url:
             for user in (chat, talk):
                 asyncio.run(crowd(user, url, 1, 2))  # The first requests compile kernels.
             if args.minutes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of every benchmark: a table on the screen and, with `--output`, a JSON file.
+"""What all benchmarks share: arguments, tiny checkpoints, and the report, a table and with `--output` a JSON file.
 
 The file's key `ratios` maps a name to a number, so that a script can compare two runs.
 """
@@ -10,10 +10,16 @@ import math
 import os
 import platform
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from transformers.utils import logging
+
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 Cell = str | int | float
 
@@ -38,6 +44,11 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def add_values(self, what: str, values: Sequence[float], unit: str) -> None:
+        """Adds a row with the median, the least and the greatest of what was measured several times."""
+        figures = {"median": percentile(values, 50), "least": min(values), "most": max(values)}
+        self.rows.append({"what": what, **figures, "unit": unit})
+
     def finish(self, output: Path | None) -> None:
         """Prints the table, the ratios and the notes; writes all of them to `output` if that is given."""
         self.settings |= machine()
@@ -58,6 +69,21 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within minutes, and is noisier")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line. From then on transformers prints errors only."""
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return args
+
+
+@contextmanager
+def tiny_checkpoint(name: str, size: str = "default") -> Iterator[Path]:
+    """The folder of a checkpoint with random weights. It is removed in the end, with what lies beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_tiny_checkpoint(name, Path(folder) / "model", size=size)
 
 
 def machine() -> dict[str, Cell]:

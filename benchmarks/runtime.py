@@ -24,15 +24,13 @@ import psutil
 import torch
 import yaml
 import zmq
-from report import Report, make_parser, percentile, progress
-from transformers.utils import logging
+from report import Report, make_parser, parse, percentile, progress, tiny_checkpoint
 
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.events import ErrorEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.media import make_prompt
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 MB = 1 << 20
 PAYLOADS = {"1mb": MB, "64mb": 64 * MB}
@@ -71,11 +69,6 @@ if __name__ == "__main__":
     if kind != "vllm.LLM":
         engine.close()
 """
-
-
-def add_row(report: Report, what: str, values: list[float], unit: str) -> None:
-    least, most = min(values), max(values)
-    report.rows.append({"what": what, "median": percentile(values, 50), "least": least, "most": most, "unit": unit})
 
 
 def open_chain(
@@ -152,8 +145,8 @@ def measure_hops(report: Report, quick: bool) -> None:
             _in_turns(round_trip, lambda: _hop(llm, 0), 0, count)  # to warm up
             # One by one, so that the threads of both have slept as long: in a loop a round trip takes 0.6 of its time.
             bare, ours = _in_turns(round_trip, lambda: _hop(llm, 0), rounds * count, 1)
-            add_row(report, "hop: ZMQ round trip", [1000 * seconds for seconds in bare], "ms")
-            add_row(report, "hop: small message", [1000 * seconds for seconds in ours], "ms")
+            report.add_values("hop: ZMQ round trip", [1000 * seconds for seconds in bare], "ms")
+            report.add_values("hop: small message", [1000 * seconds for seconds in ours], "ms")
             report.ratios["hop_small"] = percentile(ours, 50) / percentile(bare, 50)
             report.ratios["hop_small_p99"] = percentile(ours, 99) / percentile(ours, 50)
             for label, num_bytes in PAYLOADS.items():
@@ -165,8 +158,8 @@ def measure_hops(report: Report, quick: bool) -> None:
                     rounds,
                     max(8, count // 10),
                 )
-                add_row(report, f"hop: memory copy, {label}", [num_bytes / MB / seconds for seconds in bare], "MB/s")
-                add_row(report, f"hop: {label}", [num_bytes / MB / seconds for seconds in ours], "MB/s")
+                report.add_values(f"hop: memory copy, {label}", [num_bytes / MB / seconds for seconds in bare], "MB/s")
+                report.add_values(f"hop: {label}", [num_bytes / MB / seconds for seconds in ours], "MB/s")
                 report.ratios[f"hop_{label}"] = percentile(bare, 50) / percentile(ours, 50)
     report.notes += [
         "a hop is from the end of one stage's function to the start of the next one's, in an idle pipeline; with a "
@@ -202,21 +195,26 @@ def measure_throughput(report: Report, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         for length in (1, 3):
             progress(f"throughput: {length} stage(s)")
-            rates = []
             with open_chain(Path(name), ["nothing"] * length) as llm:
-                for _ in range(1 + rounds):
-                    started = time.monotonic()
-                    llm.generate([""] * count, use_tqdm=False)
-                    rates.append(count / (time.monotonic() - started))
-            add_row(report, f"throughput: {length} stage(s) that do nothing", rates[1:], "requests/s")
+                rates = rates_of(llm, [""] * count, rounds)
+            report.add_values(f"throughput: {length} stage(s) that do nothing", rates, "requests/s")
+
+
+def rates_of(llm: OmniLLM, prompts: list[Any], rounds: int, params: list[Any] | None = None) -> list[float]:
+    """Requests per second of each round; the first one, which warms up, is left out."""
+    rates = []
+    for _ in range(1 + rounds):
+        started = time.monotonic()
+        llm.generate(prompts, params, use_tqdm=False)
+        rates.append(len(prompts) / (time.monotonic() - started))
+    return rates[1:]
 
 
 def measure_idle(report: Report, quick: bool) -> None:
     """Adds `idle_cpu`: CPU time of all the pipeline's processes to wall time; 0.01 is one percent of one core."""
     seconds = 5.0 if quick else 20.0
-    with tempfile.TemporaryDirectory() as name:
+    with tiny_checkpoint("qwen3_omni_moe") as model:
         progress("idle: starting")
-        model = write_tiny_checkpoint("qwen3_omni_moe", Path(name) / "model")
         with OmniLLM(str(model), **OMNI_ARGS) as llm:
             llm.generate(make_prompt(model, "text"), SHORT_RESULT, use_tqdm=False)  # every stage has worked once
             time.sleep(CALIBRATION_S)
@@ -224,7 +222,7 @@ def measure_idle(report: Report, quick: bool) -> None:
             before, started = _cpu_seconds(), time.monotonic()
             time.sleep(seconds)
             share = (_cpu_seconds() - before) / (time.monotonic() - started)
-    add_row(report, "idle: CPU time of three stages", [100 * share], "% of a core")
+    report.add_values("idle: CPU time of three stages", [100 * share], "% of a core")
     report.ratios["idle_cpu"] = share
     report.notes.append("idle_cpu: CPU time of all processes of three vLLM stages to wall time, target below 0.01")
 
@@ -241,13 +239,11 @@ def _cpu_seconds() -> float:
 
 def measure_start(report: Report, quick: bool) -> None:
     """Adds `start_3_stages` and `start_6_stages`: our time to plain vLLM's; below is better."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        omni = str(write_tiny_checkpoint("qwen3_omni_moe", directory / "omni"))
+    with tiny_checkpoint("qwen3_omni_moe") as omni, tiny_checkpoint("qwen3") as text:
         commands = {
-            "vllm.LLM": ["vllm.LLM", str(write_tiny_checkpoint("qwen3", directory / "text"))],
-            "3 stages": ["OmniLLM", omni],
-            "6 stages": ["OmniLLM", omni, str(write_doubled_config(directory))],
+            "vllm.LLM": ["vllm.LLM", str(text)],
+            "3 stages": ["OmniLLM", str(omni)],
+            "6 stages": ["OmniLLM", str(omni), str(write_doubled_config(omni.parent))],
         }
         progress("start: warming up the file system's cache")
         time_of_start(commands["3 stages"])
@@ -258,7 +254,7 @@ def measure_start(report: Report, quick: bool) -> None:
                 seconds[name].append(time_of_start(command))
     median = {name: percentile(values, 50) for name, values in seconds.items()}
     for name, values in seconds.items():
-        add_row(report, f"start: {name}", values, "s")
+        report.add_values(f"start: {name}", values, "s")
     for stages in (3, 6):
         report.ratios[f"start_{stages}_stages"] = median[f"{stages} stages"] / median["vllm.LLM"]
     report.notes += [
@@ -307,8 +303,7 @@ def write_doubled_config(directory: Path, name: str = "qwen3_omni_moe") -> Path:
 def measure_abort_storm(report: Report, quick: bool) -> None:
     """Adds `rss_after_aborts`: memory of all processes after 2,000 requests, one in five aborted, to that before."""
     warm_up, count = (150, 300) if quick else (600, 2000)
-    with tempfile.TemporaryDirectory() as name:
-        model = write_tiny_checkpoint("qwen3_omni_moe", Path(name) / "model")
+    with tiny_checkpoint("qwen3_omni_moe") as model:
         prompts = [make_prompt(model, "text", seed) for seed in range(32)]
         progress("abort storm: starting")
         with AsyncOmniLLM(str(model), **OMNI_ARGS) as llm:
@@ -318,8 +313,8 @@ def measure_abort_storm(report: Report, quick: bool) -> None:
             progress(f"abort storm: {count} requests")
             ends = asyncio.run(send_and_abort(llm, prompts, count, random.Random(1)))
             after = _resident_mb()
-    add_row(report, f"abort storm: memory before {count} requests", [before], "MB")
-    add_row(report, f"abort storm: memory after, {ends['aborted']} of them aborted", [after], "MB")
+    report.add_values(f"abort storm: memory before {count} requests", [before], "MB")
+    report.add_values(f"abort storm: memory after, {ends['aborted']} of them aborted", [after], "MB")
     report.ratios["rss_after_aborts"] = after / before
     report.notes.append("rss_after_aborts: memory after to before, target below 1.05")
 
@@ -365,9 +360,7 @@ PARTS: dict[str, Callable[[Report, bool], None]] = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure; default: all")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    args = parse(parser)
     report = Report("runtime", {"quick": str(args.quick), "parts": " ".join(args.only)})
     for name in args.only:
         PARTS[name](report, args.quick)

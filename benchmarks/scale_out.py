@@ -2,9 +2,10 @@
 """What replicas bring, how many requests one orchestrator carries, and what it costs to use several machines.
 
     python benchmarks/scale_out.py [--only replicas orchestrator ...] [--output FILE.json] [--quick]
+    python benchmarks/scale_out.py --simulate --listeners 100 --stages '[{"name": "thinker", ...}, ...]'
 
 The parts `ray`, `hops` and `faults` need Ray, the last two also hosts made of Linux namespaces (root). The notes below
-the table explain each ratio.
+the table explain each ratio. `--simulate` measures nothing, see `simulation.py`.
 """
 
 import contextlib
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from report import Report, make_parser, percentile, progress
-from runtime import MB, OMNI_ARGS, SHORT_RESULT, open_chain
+import simulation
+from report import Report, make_parser, parse, percentile, progress, tiny_checkpoint
+from runtime import MB, OMNI_ARGS, SHORT_RESULT, open_chain, rates_of
 from runtime_stages import WAIT_S
 from speakers import Speakers, is_
 
@@ -27,28 +29,13 @@ from vllm_omni import OmniLLM
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.testing.hosts import Host, Hosts, RayNodes
 from vllm_omni.testing.media import make_prompt
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 REPLICAS = (1, 4, 16)
 HOP_PORTS = (7000, 7001)
 NUM_SPEAKERS = 32
+RATE = "requests/s"
 ENDED_S = 10.0
 """After the end of a pipeline, or of a host's connection, when what is left of it is counted."""
-
-
-def rates_of(llm: OmniLLM, count: int, rounds: int) -> list[float]:
-    """Requests per second of each round; the first one, which warms up, is left out."""
-    rates = []
-    for _ in range(1 + rounds):
-        started = time.monotonic()
-        llm.generate([""] * count, use_tqdm=False)
-        rates.append(count / (time.monotonic() - started))
-    return rates[1:]
-
-
-def add_row(report: Report, what: str, values: list[float], unit: str = "requests/s") -> None:
-    figures = {"median": percentile(values, 50), "least": min(values), "most": max(values)}
-    report.rows.append({"what": what, **figures, "unit": unit})
 
 
 def measure_replicas(report: Report, quick: bool) -> None:
@@ -61,8 +48,8 @@ def measure_replicas(report: Report, quick: bool) -> None:
             tempfile.TemporaryDirectory() as name,
             open_chain(Path(name), ["nothing", "wait", "nothing"], [{}, {"replicas": replicas}, {}]) as llm,
         ):
-            rates = rates_of(llm, count, rounds)
-        add_row(report, f"replicas: {replicas} of a stage whose step takes {1000 * WAIT_S:g} ms", rates)
+            rates = rates_of(llm, [""] * count, rounds)
+        report.add_values(f"replicas: {replicas} of a stage whose step takes {1000 * WAIT_S:g} ms", rates, RATE)
         medians[replicas] = percentile(rates, 50)
     report.ratios["replicas_2"] = medians[2] / medians[1]
     report.notes.append(
@@ -80,29 +67,23 @@ def measure_orchestrator(report: Report, quick: bool) -> None:
             tempfile.TemporaryDirectory() as name,
             open_chain(Path(name), ["nothing"] * 3, [{"replicas": replicas}] * 3) as llm,
         ):
-            add_row(
-                report, f"orchestrator: three stages that do nothing, {replicas} of each", rates_of(llm, count, rounds)
-            )
+            rates = rates_of(llm, [""] * count, rounds)
+        report.add_values(f"orchestrator: three stages that do nothing, {replicas} of each", rates, RATE)
 
 
 def measure_ray(report: Report, quick: bool) -> None:
     """Adds `ray_overhead`."""
     rounds, count = (2, 16) if quick else (4, 48)
     rates: dict[str, list[float]] = {"without": [], "with": []}
-    with tempfile.TemporaryDirectory() as name:
-        model = write_tiny_checkpoint("qwen3_omni_moe", Path(name) / "model")
+    with tiny_checkpoint("qwen3_omni_moe") as model:
         prompts = [make_prompt(model, "text", seed) for seed in range(count)]
         for opening in range(2):
             for label, values in rates.items():
                 progress(f"ray: {label} Ray, {opening + 1} of 2")
                 with open_omni(model, uses_ray=label == "with") as llm:
-                    for number in range(1 + rounds):
-                        started = time.monotonic()
-                        llm.generate(prompts, SHORT_RESULT, use_tqdm=False)
-                        if number:
-                            values.append(count / (time.monotonic() - started))
+                    values += rates_of(llm, prompts, rounds, SHORT_RESULT)
     for label, values in rates.items():
-        add_row(report, f"ray: tiny Qwen3-Omni, {label} Ray", values)
+        report.add_values(f"ray: tiny Qwen3-Omni, {label} Ray", values, RATE)
     report.ratios["ray_overhead"] = percentile(rates["with"], 50) / percentile(rates["without"], 50)
     report.notes.append(
         "ray_overhead: requests per second of one pipeline on one machine, with Ray to without; target at least 0.95"
@@ -148,12 +129,12 @@ def measure_hops(report: Report, quick: bool) -> None:
             output = first.run([*program, "measure", json.dumps({**options, "keys": keys})], nodes.env)
             seconds = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
             for what, name in (("ZMQ round trip", "zmq"), ("small message", "hop")):
-                add_row(report, f"hops: {what}, encrypt: {encrypt}", [1000 * value for value in seconds[name]], "ms")
+                report.add_values(f"hops: {what}, encrypt: {encrypt}", [1000 * value for value in seconds[name]], "ms")
             for what, name in (("ZMQ, 64mb", "zmq_64mb"), ("64mb", "hop_64mb")):
                 rates = [64 * MB / MB / value for value in seconds[name]]
-                add_row(report, f"hops: {what}, encrypt: {encrypt}", rates, "MB/s")
+                report.add_values(f"hops: {what}, encrypt: {encrypt}", rates, "MB/s")
             beside = 1000 * percentile(seconds["hop_beside_64mb"], 99)
-            add_row(report, f"hops: small message beside 64mb, p99, encrypt: {encrypt}", [beside], "ms")
+            report.add_values(f"hops: small message beside 64mb, p99, encrypt: {encrypt}", [beside], "ms")
             medians = {name: percentile(values, 50) for name, values in seconds.items()}
             report.ratios[f"remote_hop_small{suffix}"] = medians["hop"] / medians["zmq"]
             report.ratios[f"remote_hop_64mb{suffix}"] = medians["zmq_64mb"] / medians["hop_64mb"]
@@ -167,19 +148,18 @@ def measure_hops(report: Report, quick: bool) -> None:
 
 def measure_faults(report: Report, quick: bool) -> None:
     """Adds rows only: each has one value."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = write_tiny_checkpoint("qwen3_omni_moe", folder / "model")
+    with tiny_checkpoint("qwen3_omni_moe") as model:
+        folder = model.parent
         progress("faults: what is said on one machine")
         with contextlib.closing(Speakers(model, folder / "expected")) as speakers:
             speakers.ask("all", NUM_SPEAKERS)
             speakers.read_until(is_("done"))
         for fault in ("power_off", "freeze", "unplug"):
             progress(f"faults: {fault}")
-            with two_hosts(name) as (hosts, nodes):
+            with two_hosts(str(folder)) as (hosts, nodes):
                 speakers = Speakers(model, folder / fault, hosts[0], nodes.env)
                 for what, value, unit in try_fault(fault, speakers, folder / "expected", hosts):
-                    add_row(report, f"faults: {fault}: {what}", [value], unit)
+                    report.add_values(f"faults: {fault}: {what}", [value], unit)
     report.notes.append(
         f"faults: {NUM_SPEAKERS} requests to a tiny Qwen3-Omni, its talker and vocoder on a host that is lost after "
         "the first sound; noticed: by `health()`, target at most 3 s; wrong, left behind (processes and files in "
@@ -226,7 +206,11 @@ PARTS = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)")
-    args = parser.parse_args()
+    simulation.add_arguments(parser)
+    args = parse(parser)
+    if args.simulate:
+        simulation.simulate_all(args).finish(args.output)
+        return
     if why_not := Hosts.why_not():
         args.only = [part for part in args.only if part not in ("hops", "faults")]
         progress(f"without hops and faults: {why_not}")

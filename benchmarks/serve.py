@@ -1,115 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server against `AsyncOmniLLM` called directly, and against plain vLLM's server, in one run.
+"""The HTTP server against `AsyncOmniLLM` called directly, and against plain vLLM, in one run.
 
-    python benchmarks/serve.py [--parts chat vllm speech images] [--sizes default large] [--concurrency 1 8 64]
+    python benchmarks/serve.py [--parts chat speech images] [--sizes default large] [--concurrency 1 8 64]
                                [--rounds N] [--output FILE.json] [--quick]
+    python benchmarks/serve.py --parts vllm offline [--model DIR] [--eager] [--concurrency 1 16 64]
+                               [--async-scheduling | --no-async-scheduling]
 
 All load comes from vLLM's load generator (`vllm bench serve --omni`), in this process: random prompts, greedy, of
 equal length. `chat`: speech and text through the server, and through `AsyncOmniLLM` in this process, which the
-generator calls as one more backend. `vllm`: a text model through our server and through plain vLLM's. `speech`,
-`images`: the server alone. Backends take turns, round by round; an idle one costs no time. Figures are the median of
-the rounds. Weights are random.
+generator calls as one more backend. `speech`, `images`: the server alone. `vllm`: a text model through our server and
+through plain vLLM's, each as it comes. Backends take turns, round by round; an idle one costs no time. Figures are the
+median of the rounds. Weights are random.
+
+`offline`: `OmniLLM` and `vllm.LLM` on the same batch, in turns, and all tokens are compared. Plain vLLM runs twice
+there: with its engine in a process of its own, which is its default, and inside this process, where no message is sent.
 """
 
-import io
-import json
-import signal
-import socket
+import argparse
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from backends import REPETITION_PENALTY
-from report import Report, make_parser, progress
+from report import Cell, Report, make_parser, parse, percentile, progress, tiny_checkpoint
+from servers import Plan, Target, omni_server, plain_server, run_server
 from transformers import AutoProcessor
-from transformers.utils import logging
+from vllm import LLM, SamplingParams
 from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput
 
-from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.cli.bench import run_bench_serve
+from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.cli.bench_requests import BACKENDS, Backend, OmniRequestFuncOutput
 from vllm_omni.events import ARSegmentEvent, ErrorEvent
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+from vllm_omni.testing.media import make_prompt
 
-SAMPLE_RATE, CODES_PER_SECOND = 24_000, 12.5
-START_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 60.0
-MAX_NUM_SEQS = 64
-TEXT_REQUESTS = 8
-"""Requests for text alone to one with speech: they are so much shorter."""
-VLLM_ARGS = {
-    "dtype": "float32", "max_model_len": 2048, "max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": 256 << 20,
-}  # fmt: skip
-VLLM_FLAGS = [*(f"--{name.replace('_', '-')}={value}" for name, value in VLLM_ARGS.items()), "--enforce-eager"]
+SAMPLE_RATE = 24_000
+OURS, PLAIN, INSIDE = "vllm_omni", "vLLM", "vLLM, in this process"
+BATCH, OFFLINE_TOKENS = 32, 128
+"""Requests of `offline`, and the length of each answer."""
+TEXT_ARGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+SPEECH_ARGS = TEXT_ARGS | {"max_num_seqs": 64, "enforce_eager": True}
 COLUMNS = {
     "requests/s": "request_throughput",
     "TTFT p50 ms": "median_ttft_ms",
+    "TTFT p99 ms": "p99_ttft_ms",
+    "TPOT p50 ms": "median_tpot_ms",
+    "ITL p50 ms": "median_itl_ms",
     "TTFA p50 ms": "median_ttfa_ms",
     "RTF p50": "median_rtf",
     "E2EL p50 ms": "median_e2el_ms",
     "E2EL p99 ms": "p99_e2el_ms",
+    "CPU s/request": "cpu_per_request",
     "failed": "failed",
 }
-"""Headings, and the keys of `vllm bench serve --save-result`."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    concurrencies: list[int]
-    rounds: int
-    min_requests: int
-    text_tokens: int
-    speech_seconds: float
-
-    @property
-    def talker_params(self) -> dict[str, Any]:
-        """The last token of a Qwen3-Omni talker makes no frame."""
-        tokens = round(CODES_PER_SECOND * self.speech_seconds) + 1
-        length = {"min_tokens": tokens, "max_tokens": tokens, "detokenize": False}
-        return {"temperature": 0.0, "repetition_penalty": REPETITION_PENALTY, **length}
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where load goes.
-
-    Attributes:
-        name: In the table.
-        backend: As of `vllm bench serve --backend`.
-    """
-
-    name: str
-    backend: str
-    url: str
-    model: Path
-
-    def run(self, plan: Plan, concurrency: int, body: dict[str, Any]) -> dict[str, Any]:
-        """The result of `vllm bench serve`. Its tables are not shown."""
-        sampling = ["--temperature=0"] if "chat" in self.backend or self.backend == "direct" else []
-        num_requests = max(plan.min_requests, 2 * concurrency)
-        if self.backend == "openai-chat":  # short requests: a round shall not be one pause of a process
-            num_requests *= TEXT_REQUESTS
-        with redirect_stdout(io.StringIO()):
-            return run_bench_serve(
-                [
-                    f"--backend={self.backend}", f"--base-url={self.url}", "--endpoint=" + _endpoint(self.backend),
-                    f"--model={self.model}", "--dataset-name=random", "--input-len=32",
-                    f"--output-len={plan.text_tokens}", f"--num-prompts={num_requests}",
-                    f"--max-concurrency={concurrency}", "--disable-tqdm", f"--extra-body={json.dumps(body)}",
-                    "--ignore-eos" if self.backend == "openai-chat" else "--percentile-metrics=ttft,e2el", *sampling,
-                ]
-            )  # fmt: skip
-
-
-def _endpoint(backend: str) -> str:
-    return BACKENDS[backend].endpoint if backend in BACKENDS else "/v1/chat/completions"
+"""Headings, and the keys of a target's result."""
+VLLM_RATIOS = {
+    "cpu_per_request": "cpu_per_request",
+    "ttft_p50": "median_ttft_ms",
+    "itl_p50": "median_itl_ms",
+    "tpot_p50": "median_tpot_ms",
+}
 
 
 class DirectBackend:
@@ -143,65 +98,13 @@ class DirectBackend:
         return output
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that is ready, in a process of its own, which may have children."""
-
-    url: str
-    pid: int
-
-
-@contextmanager
-def start_server(command: list[str], folder: Path) -> Iterator[str]:
-    """The URL of a server. Raises as `run_server`."""
-    with run_server(command, folder) as server:
-        yield server.url
-
-
-@contextmanager
-def run_server(command: list[str], folder: Path) -> Iterator[Server]:
-    """
-    Raises:
-        RuntimeError: It ended, or was not ready in time; with its log.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", folder / f"{port}.log"
-    with log.open("wb") as output:
-        command = [*command, "--host=127.0.0.1", f"--port={port}"]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
-            time.sleep(0.2)
-        yield Server(url, process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
-            return response.status == 200
-    except OSError:  # URLError, and a refused connection
-        return False
-
-
-def omni_server(model: Path, *flags: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--omni", *flags]
-
-
-def plain_server(model: Path, *flags: str) -> list[str]:
-    # The script of vLLM's CPU build does not start without --omni.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", *flags]
+def flags_of(engine_args: dict[str, Any]) -> list[str]:
+    """Of `vllm serve`."""
+    flags = {name.replace("_", "-"): value for name, value in engine_args.items()}
+    return [
+        f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        for name, value in flags.items()
+    ]
 
 
 def measure(part: str, targets: list[Target], plan: Plan, body: dict[str, Any], report: Report) -> None:
@@ -228,78 +131,150 @@ def measure(part: str, targets: list[Target], plan: Plan, body: dict[str, Any], 
             report.ratios[f"{part}_throughput_c{concurrency}"] = ratio
             added = ours[f"median_{first}_ms"] - baseline[f"median_{first}_ms"]
             report.ratios[f"{part}_{first}_added_ms_c{concurrency}"] = added
+            for name, key in VLLM_RATIOS.items() if first == "ttft" else ():
+                report.ratios[f"{part}_{name}_c{concurrency}"] = ours[key] / baseline[key]
 
 
 def measure_speaking_model(size: str, parts: list[str], plan: Plan, report: Report) -> None:
     suffix = "" if size == "default" else f"_{size}"
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = write_tiny_checkpoint("qwen3_omni_moe", folder / "model", size=size)
+        model = stack.enter_context(tiny_checkpoint("qwen3_omni_moe", size))
         progress(f"{size}: starting the server and the pipeline")
-        url = stack.enter_context(start_server(omni_server(model, *VLLM_FLAGS), folder))
+        server = stack.enter_context(run_server(omni_server(model, *flags_of(SPEECH_ARGS)), model.parent))
         if "chat" in parts:
             # The server counts what it does, by default: so the pipeline does, too.
-            llm = stack.enter_context(AsyncOmniLLM(str(model), enforce_eager=True, log_stats=True, **VLLM_ARGS))
+            llm = stack.enter_context(AsyncOmniLLM(str(model), log_stats=True, **SPEECH_ARGS))
             BACKENDS["direct"] = Backend(DirectBackend(llm, model).request, "/v1/chat/completions", has_text=True)
-            targets = [Target("server", "openai-chat-omni", url, model), Target("direct", "direct", url, model)]
+            targets = [
+                Target("server", "openai-chat-omni", server.url, server.pid, model),
+                Target("direct", "direct", server.url, None, model),
+            ]
             body = {"modalities": ["text", "audio"], "sampling_params_list": [None, plan.talker_params, None]}
             measure(f"chat{suffix}", targets, plan, body, report)
         if "speech" in parts:
-            target = Target("server", "openai-audio-speech", url, model)
+            target = Target("server", "openai-audio-speech", server.url, server.pid, model)
             measure(
                 f"speech{suffix}", [target], plan, {"sampling_params_list": [None, plan.talker_params, None]}, report
             )
 
 
-def measure_text_model(size: str, plan: Plan, report: Report) -> None:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = write_tiny_checkpoint("qwen3", folder / "model", size=size)
-        progress(f"{size}: starting our server and vLLM's")
-        commands = {"server": omni_server(model, *VLLM_FLAGS), "vLLM": plain_server(model, *VLLM_FLAGS)}
-        targets = [
-            Target(name, "openai-chat", stack.enter_context(start_server(command, folder)), model)
-            for name, command in commands.items()
-        ]
-        measure("vllm" if size == "default" else f"vllm_{size}", targets, plan, {}, report)
-
-
 def measure_images(plan: Plan, report: Report) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        model = write_tiny_checkpoint("z_image", Path(name) / "model")
+    with tiny_checkpoint("z_image") as model:
         progress("images: starting the server")
-        with start_server(omni_server(model, "--dtype=float32"), Path(name)) as url:
+        with run_server(omni_server(model, "--dtype=float32"), model.parent) as server:
             body = {"size": "32x32", "num_inference_steps": 2}
-            measure("images", [Target("server", "openai-images", url, model)], plan, body, report)
+            measure("images", [Target("server", "openai-images", server.url, server.pid, model)], plan, body, report)
+
+
+def measure_text_model(suffix: str, model: Path, engine_args: dict[str, Any], plan: Plan, report: Report) -> None:
+    with ExitStack() as stack:
+        targets, logs = [], Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = flags_of(engine_args)
+        for name, command in {OURS: omni_server(model, *flags), PLAIN: plain_server(model, *flags)}.items():
+            progress(f"starting {name}")
+            server = stack.enter_context(run_server(command, logs))
+            targets.append(Target(name, "openai-chat", server.url, server.pid, model))
+        measure(f"vllm{suffix}", targets, plan, {}, report)
+
+
+class OfflineBackend:
+    """Generates the batch, and keeps the rates."""
+
+    def __init__(self, name: str, generate: Callable[[list[Any]], list[Any]]) -> None:
+        self.name = name
+        self._generate = generate
+        self.rates: list[float] = []
+        self.token_ids: list[list[int]] = []
+
+    def run(self, prompts: list[Any]) -> None:
+        started = time.perf_counter()
+        outputs = self._generate(prompts)
+        seconds = time.perf_counter() - started
+        self.token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        self.rates.append(len(prompts) / seconds)
+
+
+def measure_offline(suffix: str, model: Path, engine_args: dict[str, Any], rounds: int, report: Report) -> None:
+    """Adds a row for each backend; the first round of each warms up and is not counted."""
+    prompts = [make_prompt(model, "text", seed) for seed in range(BATCH)]
+    params = SamplingParams(temperature=0, max_tokens=OFFLINE_TOKENS, ignore_eos=True)
+    progress("starting the offline engines")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(OmniLLM, str(model), **engine_args)
+        plain = LLM(model=str(model), **engine_args)
+    with starting.result() as omni:
+        inside = _llm_in_this_process(model, engine_args)
+        backends = [
+            OfflineBackend(OURS, lambda batch: omni.generate(batch, [params], use_tqdm=False)),
+            OfflineBackend(PLAIN, lambda batch: plain.generate(batch, params, use_tqdm=False)),
+            OfflineBackend(INSIDE, lambda batch: inside.generate(batch, params, use_tqdm=False)),
+        ]
+        for number in range(1 + rounds):
+            progress(f"offline: round {number} of {rounds}" if number else "offline: warming up")
+            for backend in backends:
+                backend.run(prompts)
+    if any(backend.token_ids != backends[0].token_ids for backend in backends):
+        sys.exit("not comparable: different tokens")
+    rates = {backend.name: percentile(backend.rates[1:], 50) for backend in backends}
+    for name, rate in rates.items():
+        others: dict[str, Cell] = dict.fromkeys(list(COLUMNS)[1:], "")
+        row: dict[str, Cell] = {"part": f"offline{suffix}", "concurrency": BATCH, "backend": name, "requests/s": rate}
+        report.rows.append(row | others)
+    report.ratios[f"offline{suffix}"] = rates[OURS] / rates[PLAIN]
+    report.ratios[f"offline{suffix}_to_in_process"] = rates[OURS] / rates[INSIDE]
+
+
+def _llm_in_this_process(model: Path, engine_args: dict[str, Any]) -> LLM:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read while the engine is constructed
+    try:
+        return LLM(model=str(model), **engine_args)
+    finally:
+        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parts = ["chat", "vllm", "speech", "images"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="default: all")
+    parts = ["chat", "vllm", "speech", "images", "offline"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:-1], help="default: all but offline")
     parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default"])
-    parser.add_argument(
-        "--concurrency", type=int, nargs="+", help="requests at once (default 1 8 64; 1 8 with --quick)"
-    )
-    parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    concurrency = "requests at once (default 1 8 64, 1 8 with --quick; of vllm 1 16 64)"
+    parser.add_argument("--concurrency", type=int, nargs="+", help=concurrency)
+    parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick, of vllm and offline 2")
+    group = parser.add_argument_group("vllm, offline")
+    group.add_argument("--model", type=Path, help="a text model; default: tiny ones with random weights")
+    group.add_argument("--eager", action="store_true", help="both without compilation")
+    which = "of both (default: as each comes)"
+    group.add_argument("--async-scheduling", action=argparse.BooleanOptionalAction, help=which)
+    args = parse(parser)
     concurrencies, rounds = ([1, 8], 1) if args.quick else ([1, 8, 64], 5)
     plan = Plan(
         args.concurrency or concurrencies, args.rounds or rounds, *((8, 12, 2.0) if args.quick else (24, 40, 10.0))
     )
-    report = Report("serve", {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s", "rounds": plan.rounds})
+    text_rounds = args.rounds or (2 if args.quick else 5)
+    text_plan = Plan(args.concurrency or [1, 16, 64], text_rounds, min_requests=16, text_tokens=64, speech_seconds=0.0)
+    chosen: dict[str, Any] = {"enforce_eager": True} if args.eager else {}
+    if args.async_scheduling is not None:
+        chosen["async_scheduling"] = args.async_scheduling
+    settings = {"quick": str(args.quick), "speech": f"{plan.speech_seconds:g} s", "rounds": plan.rounds}
+    report = Report("serve", {**settings, **{name: str(value) for name, value in chosen.items()}})
     for size in args.sizes:
         if {"chat", "speech"} & set(args.parts):
             measure_speaking_model(size, args.parts, plan, report)
-        if "vllm" in args.parts:
-            measure_text_model(size, plan, report)
+        if {"vllm", "offline"} & set(args.parts):
+            suffix = "" if size == "default" else f"_{size}"
+            with ExitStack() as stack:
+                model = args.model or stack.enter_context(tiny_checkpoint("qwen3", size))
+                if "vllm" in args.parts:
+                    measure_text_model(suffix, model, TEXT_ARGS | chosen, text_plan, report)
+                if "offline" in args.parts:
+                    measure_offline(suffix, model, TEXT_ARGS | chosen, 2 * text_rounds, report)
     if "images" in args.parts:
         measure_images(plan, report)
     report.notes += [
         "throughput: requests/s of the server to those of the direct call, or of vLLM's server; higher is better",
         "ttfa_added_ms, ttft_added_ms: median of the server less that of the other; lower is better",
+        "CPU s/request: of all processes of the server",
+        "other ratios: ours to plain vLLM's, of the medians; offline: higher is better, all tokens were equal",
     ]
     report.finish(args.output)
 

@@ -155,14 +155,14 @@ if [ "$failed" = 0 ]; then
     part speech 240 "Text to speech" \
         bash -ec "tests $models/csm $models/qwen3_tts $models/higgs_audio_v2 $models/vibevoice"
     part async 180 "Asynchronous scheduling" bash -ec 'tests tests/engine/test_async_scheduling.py'
-    versus="benchmark versus_vllm --size large --concurrency 1 64 256"
+    versus="benchmark serve --parts vllm offline --sizes large --concurrency 1 64 256"
     part versus_v1 240 "Text beside plain vLLM, V1 model runner" \
         env VLLM_USE_V2_MODEL_RUNNER=0 bash -ec "$versus --async-scheduling"
     part versus_v2 240 "Text beside plain vLLM, V2 model runner" \
         env VLLM_USE_V2_MODEL_RUNNER=1 bash -ec "$versus --async-scheduling"
     part versus_sync 240 "Text beside plain vLLM, V1 model runner, step by step" \
         env VLLM_USE_V2_MODEL_RUNNER=0 bash -ec "$versus --no-async-scheduling"
-    part large_omni 420 "Qwen3-Omni, large, with 1, 8 and 64 clients, beside transformers" bash -ec 'benchmark large_omni'
+    part large_omni 420 "Qwen3-Omni, large, with 1, 8 and 64 clients, beside transformers" bash -ec 'benchmark streaming --part large'
     part failure 240 "Kill, restart and memory" bash -ec 'tests tests/gpu/test_memory.py tests/gpu/test_failure.py'
     part bfloat16 180 "bfloat16" bash -ec 'tests tests/gpu/test_omni_variants.py'
     part diffusion_speed 180 "Diffusion beside diffusers" bash -ec 'benchmark diffusion'

@@ -13,19 +13,13 @@ from tests.forked_programs import ForkedProgram
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_ARGUMENTS = {
-    "backends",
-    "efficiency_stages",
-    "hf_conversation",
-    "qwen_tts_reference",
-    "remote_hop",
-    "report",
-    "runtime_stages",
-    "speakers",
-}
-"""Of `benchmarks/`: modules of the others, and programs that these start."""
-BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem not in WITHOUT_ARGUMENTS]
-PROGRAMS = [*BENCHMARKS, *(ROOT / "scripts" / f"{name}.py" for name in ("gpu_bundle", "run_tests", "vllm_seams"))]
+# The others are modules of these, and programs that these start.
+BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if "make_parser(__doc__)" in path.read_text()]
+SCRIPTS = [ROOT / "scripts" / f"{name}.py" for name in ("figures", "gpu_bundle", "run_tests", "vllm_seams")]
+
+
+def test_there_are_at_most_ten_benchmarks() -> None:
+    assert 0 < len(BENCHMARKS) <= 10
 
 
 def run(program: Path, arguments: Sequence[object], folder: Path) -> str:
@@ -39,11 +33,11 @@ def run(program: Path, arguments: Sequence[object], folder: Path) -> str:
     return output.read_text()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", [*BENCHMARKS, *SCRIPTS], ids=lambda path: path.stem)
 def test_help(program: Path, tmp_path: Path) -> None:
     shown = run(program, ["--help"], tmp_path)
     assert shown.startswith(f"usage: {program.name}") and "options:" in shown
-    if program in BENCHMARKS and program.stem != "figures":
+    if program in BENCHMARKS:
         assert "--quick" in shown and "--output" in shown
 
 
@@ -53,8 +47,8 @@ def simulate(stage: dict[str, float], listeners: int, folder: Path) -> dict[str,
     stages = json.dumps([{"name": name, **one, **stage} for name in ("first", "second")])
     output = folder / "simulate.json"
     shown = run(
-        ROOT / "benchmarks" / "simulate.py",
-        ["--quick", "--listeners", listeners, "--stages", stages, "--output", output],
+        ROOT / "benchmarks" / "scale_out.py",
+        ["--simulate", "--quick", "--listeners", listeners, "--stages", stages, "--output", output],
         folder,
     )
     report = json.loads(output.read_text())
@@ -89,7 +83,7 @@ def test_a_figure_has_a_line_for_each_latency_and_a_point_for_each_count(tmp_pat
     ]
     report, figure = tmp_path / "report.json", tmp_path / "figures" / "load.svg"
     report.write_text(json.dumps({"rows": rows}))
-    run(ROOT / "benchmarks" / "figures.py", ["load", report, figure], tmp_path)
+    run(ROOT / "scripts" / "figures.py", ["load", report, figure], tmp_path)
     polylines = ElementTree.fromstring(figure.read_text()).iter("{http://www.w3.org/2000/svg}polyline")
     lines = [line.get("points", "").split() for line in polylines]
     assert [len(points) for points in lines] == [3, 3, 3]

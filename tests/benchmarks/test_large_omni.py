@@ -17,8 +17,11 @@ from vllm_omni.testing.tiny.tokenizer import make_tokenizer
 pytestmark = pytest.mark.slow
 
 
+ImportBenchmark = Callable[[str], ModuleType]
+
+
 @pytest.fixture
-def large_omni(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+def large_omni(import_benchmark: ImportBenchmark) -> ModuleType:
     return import_benchmark("large_omni")
 
 
@@ -35,11 +38,13 @@ def test_the_model_fits(large_omni: ModuleType, gpu_gib: int, disk_gib: int, lay
     assert 4 * gib < disk_gib and (layers == 16 or 2 * gib < gpu_gib * large_omni.SHARES["thinker"])
 
 
-def test_it_runs_on_a_tiny_model(large_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_runs_on_a_tiny_model(
+    import_benchmark: ImportBenchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     output = tmp_path / "report.json"
-    arguments = ["--tiny", "--quick", "--concurrency", "1", "2", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", ["large_omni.py", *arguments])
-    large_omni.main()
+    arguments = ["--part", "large", "--tiny", "--quick", "--concurrency", "1", "2", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["streaming.py", *arguments])
+    import_benchmark("streaming").main()
     report = json.loads(output.read_text())
     assert [(row["backend"], row["clients"]) for row in report["rows"]] == [
         ("vllm_omni", 1), ("HF transformers", 1), ("vllm_omni", 2), ("HF transformers", 2)

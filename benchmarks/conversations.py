@@ -1,39 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations of ten turns with caches and without, and with HF transformers, in one run.
-
-    python benchmarks/conversation.py [--models NAME ...] [--sizes default large] [--conversations 16]
-                                      [--output FILE.json] [--quick]
+"""A part of `streaming.py`: conversations of ten turns with caches and without, and with HF transformers, in one run.
 
 The user shows a picture and plays a sound in the first turn, and asks about them in each turn. Every conversation goes
 on as soon as it has its answer; all run at once. Greedy, in float32, with answers of fixed length; weights are random.
 Each backend gets the same prompts, which it has to answer in the same way.
 
 TTFT, TTFA: time to the first token, and to the first segment of speech. HF transformers, which runs one request at a
-time, has four conversations at once only; its thinker keeps what it has computed (`hf_conversation.py`), and its first
-segment is its whole speech.
+time, has four conversations at once only; its thinker keeps what it has computed, and its first segment is its whole
+speech.
 """
 
 import asyncio
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backends import REPETITION_PENALTY, WAVE_RATE, sampling_params
-from hf_conversation import KeptThinker
-from report import Report, make_parser, mean, percentile, progress
-from streaming import CODES, Response
-from transformers import AutoTokenizer
-from transformers.utils import logging
+import torch
+from backends import CODES, REPETITION_PENALTY, WAVE_RATE, Client, Response, sampling_params
+from report import Report, mean, percentile, progress, tiny_checkpoint
+from transformers import AutoTokenizer, DynamicCache
 
-from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
+from vllm_omni import AsyncOmniLLM
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image
-from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 CACHES, NO_CACHES, HF = "OmniLLM", "OmniLLM without caches", "HF transformers"
 HF_CONVERSATIONS = 4
@@ -42,6 +36,7 @@ PICTURE, SOUND_SECONDS = (1024, 768), 10.0
 PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 1024 * 28 * 28}
 """Of a picture, at least and at most: a real checkpoint's tokens, not the few of a tiny one."""
 TEXT_TOKENS, SPEECH_SECONDS = 24, 2.0
+MEDIA = ("pixel_values", "image_grid_thw", "input_features", "feature_attention_mask")
 QUESTIONS = ("What is in this picture, and what do you hear?", "And what else is there?", "Which of them is near?")
 
 
@@ -100,8 +95,8 @@ class Conversation:
 class OmniBackend:
     """A pipeline, all conversations at once."""
 
-    def __init__(self, llm: AsyncOmniLLM, tokenizer: Any, params: list[Any]) -> None:
-        self._llm, self._tokenizer, self._params = llm, tokenizer, params
+    def __init__(self, client: Client, tokenizer: Any) -> None:
+        self._client, self._tokenizer = client, tokenizer
 
     def run(self, plan: Plan, first_seed: int) -> Turns:
         return Turns(asyncio.run(self._run(plan, first_seed)))
@@ -113,20 +108,71 @@ class OmniBackend:
     async def _talk(self, conversation: Conversation, turns: int) -> list[Response]:
         responses = []
         for _ in range(turns):
-            response = await self._send(conversation.ask())
+            response = await self._client.send(conversation.ask())
             conversation.add_answer(response.token_ids)
             responses.append(response)
         return responses
 
-    async def _send(self, prompt: OmniPrompt) -> Response:
-        response, started = Response(), time.monotonic()
-        async for event in self._llm.generate(prompt, self._params, stream=True):
-            if isinstance(event, ErrorEvent):
-                raise event.error
-            if isinstance(event, ARSegmentEvent):
-                response.add(event, time.monotonic() - started)
-        response.completed = time.monotonic() - started
-        return response
+
+class KeptThinker:
+    """One conversation's state of HF's thinker, which computes new tokens only.
+
+    Its keys, values and hidden states are kept, and so its media are encoded once. What HF does after it is unchanged:
+    the talker reads the whole prompt, and the vocoder makes the speech at once.
+    """
+
+    def __init__(self, oracle: HFOracle) -> None:
+        self._oracle = oracle
+        self._thinker: Any = oracle.model.thinker
+        self._cache = DynamicCache()
+        self._token_ids = torch.empty(0, dtype=torch.long)
+        self._rows: tuple[torch.Tensor, ...] = ()
+        self._rope_deltas: torch.Tensor | None = None
+        self._original: Any = None
+        self.first_token = 0.0
+        """When the last prompt's first token was there."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The oracle generates with this state."""
+        reference = self._oracle._reference
+        self._original, reference._thinker_generate = reference._thinker_generate, self._generate
+        hook = self._thinker.lm_head.register_forward_hook(self._on_logits)
+        self.first_token = 0.0
+        try:
+            yield
+        finally:
+            hook.remove()
+            reference._thinker_generate = self._original
+
+    def _on_logits(self, *_: Any) -> None:
+        self.first_token = self.first_token or time.monotonic()
+
+    def _generate(self, **kwargs: Any) -> Any:
+        token_ids = kwargs["input_ids"][0]
+        num_kept = self._keep(token_ids)
+        if num_kept:
+            self._thinker.rope_deltas = self._rope_deltas
+            kwargs = {name: value for name, value in kwargs.items() if name not in MEDIA}
+        output = self._original(**kwargs, past_key_values=self._cache)
+        first, *others = output.hidden_states
+        if num_kept:
+            first = tuple(
+                torch.cat((kept[:, :num_kept], new), dim=1) for kept, new in zip(self._rows, first, strict=True)
+            )
+            output.hidden_states = (first, *others)
+        self._rows = tuple(torch.cat(layer, dim=1) for layer in zip(*output.hidden_states, strict=True))
+        self._token_ids, self._rope_deltas = output.sequences[0, :-1], self._thinker.rope_deltas
+        return output
+
+    def _keep(self, token_ids: torch.Tensor) -> int:
+        """Removes what is no beginning of the prompt. Returns the tokens that are left."""
+        length = min(len(self._token_ids), len(token_ids) - 1)
+        differs = (self._token_ids[:length] != token_ids[:length]).nonzero()
+        num_kept = int(differs[0]) if len(differs) else length
+        if num_kept < len(self._token_ids):
+            self._cache.crop(num_kept)
+        return num_kept
 
 
 class HFBackend:
@@ -180,7 +226,7 @@ def start(path: Path, model: str, plan: Plan, stack: ExitStack) -> dict[str, Omn
     }
     for name, arguments in ((CACHES, {}), (NO_CACHES, WITHOUT)):
         llm = AsyncOmniLLM(str(path), dtype="float32", max_model_len=4096, max_num_seqs=plan.conversations, **arguments)
-        backends[name] = OmniBackend(stack.enter_context(llm), tokenizer, params)
+        backends[name] = OmniBackend(Client(stack.enter_context(llm), params, streams=True), tokenizer)
     return backends
 
 
@@ -189,9 +235,7 @@ def measure(model: str, size: str, plan: Plan, report: Report) -> None:
     label = f"{model} {size}"
     measured: dict[str, Turns] = {}
     with ExitStack() as stack:
-        path = write_tiny_checkpoint(
-            model, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model", size=size
-        )
+        path = stack.enter_context(tiny_checkpoint(model, size))
         progress(f"{label}: starting")
         backends = start(path, model, plan, stack)
         for backend in backends.values():
@@ -235,23 +279,12 @@ def add_figures(label: str, prefix: str, measured: dict[str, Turns], report: Rep
             )
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(CODES), default=list(CODES))
-    parser.add_argument("--sizes", nargs="+", choices=["default", "large"], default=["default", "large"])
-    parser.add_argument("--conversations", type=int, help="at once (default 16; 4 with --quick)")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def measure_all(args: Namespace) -> Report:
     conversations, turns, rounds = (4, 4, 1) if args.quick else (16, 10, 1)
     plan = Plan(args.conversations or conversations, turns, rounds)
-    report = Report("conversation", {"quick": str(args.quick), "conversations": plan.conversations, "turns": turns})
+    report = Report("conversations", {"quick": str(args.quick), "conversations": plan.conversations, "turns": turns})
     for model in args.models:
-        for size in args.sizes:
+        for size in args.sizes or ["default", "large"]:
             measure(model, size, plan, report)
     report.notes.append(f"ratios of medians, to {NO_CACHES}, and to {HF} with {HF_CONVERSATIONS}: lower is better")
-    report.finish(args.output)
-
-
-if __name__ == "__main__":
-    main()
+    return report

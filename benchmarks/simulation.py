@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many replicas of which stage a number of listeners needs: a simulation, with the times of your own stages.
 
-    python benchmarks/simulate.py --listeners 100 --stages '[{"name": "thinker", ...}, ...]' [--output FILE] [--quick]
+A part of `scale_out.py`: `--simulate --listeners 100 --stages '[{"name": "thinker", ...}, ...]'`.
 
 A listener asks, hears the answer to its end, pauses, and asks again. The stages of an answer work at the same time,
 each on what the one before has made. A step of a replica makes one unit (a token, a frame, a window) for each request
@@ -10,6 +10,7 @@ begins. These times are in `stats_table()` and in the tables of `vllm bench serv
 no measurement.
 """
 
+import argparse
 import heapq
 import itertools
 import json
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from report import Report, make_parser, mean, percentile
+from report import Report, mean, percentile
 
 EXAMPLE = [
     {"name": "thinker", "step_ms": 12, "per_request_ms": 0.15, "prefill_ms": 30, "units_per_s": 4, "max_num_seqs": 64},
@@ -182,13 +183,16 @@ def simulate(stages: list[Stage], listeners: int, seconds: float) -> dict[str, f
     return figures
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--listeners", type=int, nargs="+", default=[50, 100, 200, 400, 800], metavar="N")
-    parser.add_argument("--stages", type=json.loads, default=EXAMPLE, help="JSON; default: an example")
-    parser.add_argument("--first-audio", type=float, default=1.0, metavar="S", help="limit of its 95th percentile")
-    args = parser.parse_args()
-    report = Report("simulate", {"answers_s": ANSWER_S, "pauses_s": PAUSE_S, "first_audio_s": args.first_audio})
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--simulate", action="store_true", help="instead: the replicas that listeners need")
+    group.add_argument("--listeners", type=int, nargs="+", default=[50, 100, 200, 400, 800], metavar="N")
+    group.add_argument("--stages", type=json.loads, default=EXAMPLE, help="JSON; default: an example")
+    group.add_argument("--first-audio", type=float, default=1.0, metavar="S", help="limit of its 95th percentile")
+
+
+def simulate_all(args: argparse.Namespace) -> Report:
+    report = Report("simulation", {"answers_s": ANSWER_S, "pauses_s": PAUSE_S, "first_audio_s": args.first_audio})
     for listeners in args.listeners:
         stages = [Stage(**stage) for stage in args.stages]
         report.rows.append(scale(stages, listeners, 120 if args.quick else 400, args.first_audio))
@@ -196,7 +200,7 @@ def main() -> None:
         f"replicas with which the first sound comes in time, and at most {MOST_INTERRUPTED:.0%} of the answers are "
         "interrupted: the one that helps most is added until that is so; busy: the share of time in steps"
     ]
-    report.finish(args.output)
+    return report
 
 
 def scale(stages: list[Stage], listeners: int, seconds: float, first_audio_s: float) -> dict[str, float | str]:
@@ -216,7 +220,3 @@ def scale(stages: list[Stage], listeners: int, seconds: float, first_audio_s: fl
 def _with_one_more(stages: list[Stage], index: int) -> list[Stage]:
     more = replace(stages[index], replicas=stages[index].replicas + 1)
     return [*stages[:index], more, *stages[index + 1 :]]
-
-
-if __name__ == "__main__":
-    main()

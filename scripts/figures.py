@@ -2,8 +2,8 @@
 """The figures of the documentation, from real runs.
 
     python benchmarks/serve.py --parts chat --concurrency 1 2 4 8 16 --rounds 1 --output serve.json
-    python benchmarks/figures.py load serve.json docs/figures/load.svg
-    python benchmarks/figures.py timeline docs/figures/timeline.svg
+    python scripts/figures.py load serve.json docs/figures/load.svg
+    python scripts/figures.py timeline docs/figures/timeline.svg
 
 `load` draws the latencies of the server over the number of concurrent requests. `timeline` runs the model `shapes` with
 a trace file, and draws one streamed answer with speech, without other requests.

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of speech and models that make the tokens of an image first, beside their references, for `offline.py`.
+
+Both make the same sounds, or the same images: GLM-Image's of 256 x 256 pixels in 10 steps, Janus's of the one size that
+it has. The reference runs on one thread, as each stage of ours does. Of speech the first sound is timed, too, of a
+streamed prompt with 10 seconds of speech. Qwen3-TTS's reference cannot be installed beside this package, and runs in
+another environment; without that only ours is measured.
+"""
+
+import base64
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Report, mean, progress
+
+from vllm_omni import OmniLLM
+from vllm_omni.inputs import OmniPrompt
+from vllm_omni.testing.oracles.csm import CsmReference
+from vllm_omni.testing.oracles.glm_image import GlmImageReference
+from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
+from vllm_omni.testing.oracles.janus import JanusReference
+from vllm_omni.testing.oracles.vibevoice import VibeVoiceReference
+
+ATOL = 1e-4
+MAX_FRAMES = 60
+LONG_SECONDS = 10
+"""Of the speech whose first sound is timed."""
+TEXTS = (
+    "sound and light", "the red river", "hello there", "look at the white dog",
+    "two cats", "one long day", "water and wind", "my old home",
+)  # fmt: skip
+SUBJECTS = (
+    "a harbour", "a desert at noon", "snow on a roof", "a kitchen table",
+    "two ships at night", "a red cat by the sea", "a sign", "an old railway station in the rain",
+)  # fmt: skip
+GLM_IMAGE_CALL: dict[str, Any] = {"height": 256, "width": 256, "num_inference_steps": 10, "seed": 0}
+GREEDY = {"temperature": 0.0, "max_tokens": MAX_FRAMES + 1, "seed": 0}
+
+Reference = Callable[[OmniPrompt], np.ndarray]
+"""From a prompt to what it makes with the likeliest tokens: samples, or `[height, width, 3]` in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        load: Loads a checkpoint's reference; None: there is no environment for it.
+        engine_args: Of the pipeline, besides `max_num_seqs`.
+        params: Of our stages; None: as `engine_args` has them.
+        num_sequences: Of the engine, for each request.
+        stage, frame_rate: Of speech: the stage that makes frames, and how many for a second.
+    """
+
+    load: Callable[[Path], AbstractContextManager[Reference]] | None
+    prompts: Sequence[OmniPrompt]
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    params: list[Any] | None = None
+    num_sequences: int = 1
+    stage: str = ""
+    frame_rate: float = 12.5
+
+
+def _images(load: Callable[[Path], Reference], params: list[Any], num_sequences: int = 1) -> Family:
+    prompts: list[OmniPrompt] = [{"prompt": subject} for subject in SUBJECTS]
+    return Family(lambda model: nullcontext(load(model)), prompts, params=params, num_sequences=num_sequences)
+
+
+def _glm_image(model: Path) -> Reference:
+    reference = GlmImageReference(model)
+    return lambda prompt: reference.generate(prompt["prompt"], **GLM_IMAGE_CALL).numpy()
+
+
+def _janus(model: Path) -> Reference:
+    reference = JanusReference(model)
+    return lambda prompt: reference.paint(reference.image_tokens(prompt["prompt"])).numpy()
+
+
+def _speech(
+    reference: Callable[[Path], Any], stage: str = "backbone", frame_rate: float = 12.5, num_sequences: int = 1
+) -> Family:
+    def load(model: Path) -> AbstractContextManager[Reference]:
+        loaded = reference(model)
+        return nullcontext(lambda prompt: loaded.speak(prompt, MAX_FRAMES).audio.numpy())
+
+    return _of_texts(load, stage, frame_rate, num_sequences, {})
+
+
+def _qwen3_tts(python: Path | None) -> Family:
+    load = None if python is None else partial(_qwen_tts_reference, python)
+    return _of_texts(load, "talker", 12.5, 1, {"speaker": "ryan"})
+
+
+def _of_texts(load: Any, stage: str, frame_rate: float, num_sequences: int, information: dict[str, Any]) -> Family:
+    prompts: list[OmniPrompt] = [{"prompt": text, "additional_information": information} for text in TEXTS]
+    engine_args = {"max_model_len": 512, "stage_overrides": {stage: {"default_sampling_params": GREEDY}}}
+    return Family(load, prompts, engine_args, None, num_sequences, stage, frame_rate)
+
+
+@contextmanager
+def _qwen_tts_reference(python: Path, model: Path) -> Iterator[Reference]:
+    """`qwen_tts_reference.py` in a process with another Python."""
+    command = [str(python), str(Path(__file__).with_name("qwen_tts_reference.py")), str(model)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+
+        def speak(prompt: OmniPrompt) -> np.ndarray:
+            assert process.stdin is not None and process.stdout is not None
+            speaker = prompt["additional_information"]["speaker"]
+            request = {"text": prompt["prompt"], "speaker": speaker, "max_frames": MAX_FRAMES}
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the reference has ended; see what it says: {' '.join(command)}")
+            return np.frombuffer(base64.b64decode(answer), np.float32)
+
+        yield speak
+        process.communicate()
+
+
+_FAMILIES: dict[str, Callable[[], Family]] = {
+    "csm": lambda: _speech(CsmReference),
+    "higgs_audio_v2": lambda: _speech(HiggsAudioReference, frame_rate=25.0),
+    "vibevoice": lambda: _speech(VibeVoiceReference, "language_model", frame_rate=7.5, num_sequences=2),
+    "glm_image": lambda: _images(_glm_image, [{"temperature": 0.0}, {**GLM_IMAGE_CALL, "output_format": "np"}]),
+    "janus": lambda: _images(_janus, [{"temperature": 0.0}, None], num_sequences=2),
+}
+CHECKPOINTS = (*_FAMILIES, "qwen3_tts")
+"""Names of tiny checkpoints."""
+
+
+def make_family(checkpoint: str, reference_python: Path | None) -> Family:
+    """`reference_python`: Of an environment with Qwen3-TTS's reference."""
+    return _FAMILIES[checkpoint]() if checkpoint in _FAMILIES else _qwen3_tts(reference_python)
+
+
+def measure(family: Family, size: str, model: Path, concurrencies: list[int], rounds: int, report: Report) -> None:
+    """Adds the rows and ratios of one checkpoint.
+
+    Raises:
+        AssertionError: Ours makes something else.
+    """
+    at_once = max(concurrencies)
+    args = {"dtype": "float32", "max_num_seqs": family.num_sequences * at_once, **family.engine_args}
+    seconds: dict[int, list[float]] = {concurrency: [] for concurrency in (0, *concurrencies)}
+    with ExitStack() as stack:
+        llm = stack.enter_context(OmniLLM(str(model), **args))
+        reference = None if family.load is None else stack.enter_context(family.load(model))
+        expected = [] if reference is None else [reference(prompt) for prompt in family.prompts]
+        make_all(llm, family, at_once)  # warms up
+        for number in range(rounds):
+            progress(f"{size}: round {number + 1} of {rounds}")
+            if reference is not None:
+                start = time.perf_counter()
+                for prompt in family.prompts:
+                    reference(prompt)
+                seconds[0].append(time.perf_counter() - start)
+            for concurrency in concurrencies:
+                start = time.perf_counter()
+                made = make_all(llm, family, concurrency)
+                seconds[concurrency].append(time.perf_counter() - start)
+                for ours, wanted in zip(made, expected, strict=reference is not None):
+                    np.testing.assert_allclose(ours, wanted, rtol=0, atol=ATOL)
+        sounds = [time_to_first_sound(llm, family) for _ in range(rounds)] if family.stage else []
+    if reference is None:
+        del seconds[0]
+    for concurrency, values in seconds.items():
+        backend = "reference" if concurrency == 0 else "OmniLLM"
+        rate = len(family.prompts) / mean(values)
+        report.rows.append({"size": size, "backend": backend, "concurrency": max(1, concurrency), "requests/s": rate})
+        if concurrency and reference is not None:
+            report.ratios[f"{size}_requests_per_second_c{concurrency}"] = mean(seconds[0]) / mean(values)
+    if sounds:
+        first, whole = map(mean, zip(*sounds, strict=True))
+        report.ratios[f"{size}_first_sound_to_whole"] = first / whole
+        report.notes = ["ratios are to the reference; first sound to whole: of 10 s of speech, streamed"]
+    else:
+        report.notes = ["ratios are to the reference"]
+
+
+def make_all(llm: OmniLLM, family: Family, concurrency: int) -> list[np.ndarray]:
+    """What is made of all prompts, in their order."""
+    outputs: list[Any] = []
+    for start in range(0, len(family.prompts), concurrency):
+        prompts = family.prompts[start : start + concurrency]
+        outputs += llm.generate(prompts, family.params, use_tqdm=False)
+    if family.stage:
+        return [output.multimodal_output["audio"].numpy() for output in outputs]
+    return [output.images[0] for output in outputs]
+
+
+def time_to_first_sound(llm: OmniLLM, family: Family) -> tuple[float, float]:
+    """Seconds to the first sound and to the end of `LONG_SECONDS` of speech, streamed."""
+    num_tokens = round(LONG_SECONDS * family.frame_rate) + 1
+    long = {"temperature": 0.0, "max_tokens": num_tokens, "min_tokens": num_tokens}
+    params = [long if stage.name == family.stage else None for stage in llm.config.stage_args]
+    start, first = time.perf_counter(), 0.0
+    for event in llm.generate(family.prompts[0], params, stream=True, use_tqdm=False):
+        if not first and len(getattr(event, "multimodal_output", {}).get("audio", ())):
+            first = time.perf_counter() - start
+    return first, time.perf_counter() - start

@@ -46,6 +46,7 @@ OTHERS = {
     "log_config_file": "of processes, which have it through the environment",
     "model": "every start has one",
     "otlp_traces_endpoint": "needs a collector, given below",
+    "profiler_config": "needs a folder; started by test_offline_operations.py",
     "skip_tokenizer_init": "of a stage without a text: the talker and the vocoder have it",
     "tokenizer": "a folder, given below",
 }

@@ -132,7 +132,7 @@ def is_speech_checkpoint(model: str, engine_args: Mapping[str, Any]) -> bool:
     """Whether a checkpoint makes sound of a text with a class of transformers."""
     try:
         return find_speech_class(load_speech_config(model, engine_args)) is not None
-    except (OSError, ValueError):
+    except Exception:  # Of any library that reads it; the caller reports why it cannot be read.
         return False
 
 

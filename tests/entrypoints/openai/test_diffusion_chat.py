@@ -218,8 +218,9 @@ class FakeAudioClient:
 @pytest.fixture
 def audio_chat(tmp_path: Path) -> DiffusionChat:
     model = write_index(tmp_path, "AceStepPipeline")
-    state = State({"openai_serving_models": DiffusionModels([BaseModelPath(MODEL, model)])})
-    return DiffusionChat(FakeAudioClient(model), state, server_args(tmp_path))  # type: ignore[arg-type]
+    client: Any = FakeAudioClient(model)
+    state = State({"openai_serving_models": DiffusionModels(client, [BaseModelPath(MODEL, model)])})
+    return DiffusionChat(client, state, server_args(tmp_path))
 
 
 def audio_request(**fields: Any) -> OmniChatCompletionRequest:

@@ -179,6 +179,7 @@ def test_an_adapter_needs_enable_lora(talking_llm: OmniLLM, tmp_path: Path) -> N
     ("params", "words"),
     [
         ({"structured_outputs": {"regex": "[ab"}}, "regex"),
+        ({"temperatur": 1.0}, "unknown sampling parameter 'temperatur'; did you mean 'temperature'"),
         ({"structured_outputs": {"regexp": "a"}}, "'regexp' in structured_outputs; did you mean 'regex'"),
         ({"structured_outputs": {}}, "structured outputs constraint"),
         ({"logprobs": -5}, "logprobs"),

@@ -21,7 +21,10 @@ from vllm_omni.vllm_requirement import require_vllm
 if TYPE_CHECKING:
     from typing import Self
 
-    from vllm_omni.config.stage_config import PipelineConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.tokenizers import TokenizerLike
+
+    from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
     from vllm_omni.entrypoints.operations import PipelineOperations
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
@@ -121,6 +124,31 @@ class OmniBase:
     def voices(self) -> list[str]:
         """The values of `inputs.VOICE_FIELD` in a prompt's `additional_information`, the default voice first."""
         return self._pipeline.builder.voices
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """The tokenizer of the vLLM stage that reads the prompts, as vLLM's `LLM.get_tokenizer`.
+
+        Raises:
+            AttributeError: There is none, as in a pipeline of diffusion.
+        """
+        return self.builder.input_processors[self._prompt_stage.stage_id].renderer.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of that stage where a call gives none, as vLLM's `LLM.get_default_sampling_params`.
+
+        Raises:
+            AttributeError: As `get_tokenizer`.
+        """
+        from vllm_omni.entrypoints.request_builder import make_sampling_params
+
+        return make_sampling_params(self.builder.default_values(self._prompt_stage))
+
+    @property
+    def _prompt_stage(self) -> OmniStageConfig:
+        stage = self.builder.prompt_stage
+        if stage is None:
+            raise AttributeError("no stage of this pipeline is a vLLM engine that reads prompts")
+        return stage
 
     @property
     def is_open(self) -> bool:

@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.entrypoints.adapters import merge_adapter, write_adapter
 from vllm_omni import OmniLLM
+from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
@@ -180,7 +181,6 @@ def test_an_adapter_needs_enable_lora(talking_llm: OmniLLM, tmp_path: Path) -> N
     ("params", "words"),
     [
         ({"structured_outputs": {"regex": "[ab"}}, "regex"),
-        ({"temperatur": 1.0}, "unknown sampling parameter 'temperatur'; did you mean 'temperature'"),
         ({"structured_outputs": {"regexp": "a"}}, "'regexp' in structured_outputs; did you mean 'regex'"),
         ({"structured_outputs": {}}, "structured outputs constraint"),
         ({"logprobs": -5}, "logprobs"),
@@ -210,3 +210,8 @@ def test_what_vllm_has_besides_generation(text_llm: OmniLLM, tiny_qwen3: Path) -
     with pytest.raises(AttributeError, match="no attribute 'beam_search'; it is of vLLM's LLM alone"):
         text_llm.beam_search  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(text_llm, "encode") and not hasattr(text_llm, "no_such_name")
+
+
+def test_a_mistyped_parameter_of_a_stage_is_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown sampling parameter 'temperatur'; did you mean 'temperature'\?"):
+        make_sampling_params({"temperatur": 1.0})

@@ -137,7 +137,7 @@ def test_a_pipeline_answers_a_file_and_continues(
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 1 and "1 answers, 1 failed" in capfd.readouterr().err
-    first = json.loads(output.read_text().splitlines()[0])
+    first = next(each for each in map(json.loads, output.read_text().splitlines()) if each["custom_id"] == "chat")
 
     input_file.write_text(f"{chat}\n{speech}\n")
     answers = run()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.launch.fork_server import ForkServer
-from vllm_omni.metrics.logs import handle_import_warnings, quiet_start
+from vllm_omni.metrics.logs import quiet_start
+from vllm_omni.metrics.status_line import importing_vllm
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def launch_pipeline(
     """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
     server = fork_server or start_fork_server()
     try:
-        with handle_import_warnings():
+        with importing_vllm():
             from vllm_omni.entrypoints.pipeline import open_pipeline
 
         return open_pipeline(server, args, on_open)

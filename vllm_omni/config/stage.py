@@ -2,7 +2,7 @@
 """One stage of a pipeline: its keys in the YAML file, and its kind, which decides what they mean."""
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -216,7 +216,7 @@ class StageKind:
             takes what it needs.
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
-        spins: Its threads spin between the operations of a step.
+        spins: All of its threads compute each operation of a step, and wait for the slowest one.
         verbs: What an operator can ask of it (`vllm_omni.control`).
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
@@ -358,6 +358,14 @@ class StageKind:
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         """The engine arguments that the configuration leaves open, each with its value and where that comes from."""
         return iter(())
+
+    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
+        """About how many bytes of weights a step reads; None: unknown. Stages share a CPU's cores by it.
+
+        Args:
+            parts: Names of the stages with the same checkpoint, this one's too.
+        """
+        return None
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

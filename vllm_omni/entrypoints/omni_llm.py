@@ -65,6 +65,16 @@ class OmniLLM(OmniBase):
     def _prepare(self) -> None:
         log_to_stderr()
 
+    if not TYPE_CHECKING:  # Else a checker would take any name for an attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            from vllm import LLM
+
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(LLM, name):
+                text += "; it is of vLLM's LLM alone: a pipeline generates and chats (docs/offline.md)"
+            raise AttributeError(text)
+
     @overload
     def generate(
         self,

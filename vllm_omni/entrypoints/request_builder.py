@@ -571,6 +571,9 @@ def _as_sampling_params(
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields, and the keys of `logit_bias`
     strings."""
+    names = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    if (unknown := next((name for name in values if name not in names), None)) is not None:
+        raise ValueError(f"unknown sampling parameter {unknown!r}{nearest(unknown, names)}")
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]

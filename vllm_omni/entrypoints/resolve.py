@@ -175,6 +175,8 @@ def _read_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedCon
         return load_hf_config(model, engine_args)
     except Exception as error:
         problem = "; ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
+        if isinstance(error, AttributeError | TypeError | KeyError):
+            problem += "; it must be the object that `save_pretrained` writes"
         # There is one, of an unknown model.
         hint = f"\n{find_models().describe()}" if isinstance(error, ValueError) else ""
         raise StageConfigError(f"{model}: the checkpoint's config.json cannot be read: {problem}{hint}") from error

@@ -107,6 +107,7 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     with showing("starting the HTTP server"):
         app = await build_omni_app(client, args)
     log_warnings()
+    listener.listen()  # A client that comes before the application has started waits, and is not refused.
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     for name, url in pages(args):
         logger.info("%-10s  %s", name, url)

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -66,7 +66,7 @@ class _Transcriber(SpeechToTextBaseServing):
         """A copy of the handler for one request."""
         made = copy.copy(self)
         made._clips = []
-        made.engine_client = cast(Any, _ClipClient(cast(OmniEngineClient, self.engine_client), made))
+        made.engine_client = _ClipClient(self.engine_client, made)
         return made
 
     @property

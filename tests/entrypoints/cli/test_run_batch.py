@@ -6,6 +6,9 @@ import base64
 import io
 import json
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,29 @@ def test_each_line_has_the_answer_of_its_path(app: FastAPI) -> None:
     assert "ftp" in written["no sound"]["error"]["message"] and written["no sound"]["response"] is None
     assert written["unknown"]["response"]["status_code"] == 404
     assert "no JSON" in written["line-7"]["error"]["message"]
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_file_that_was_answered_starts_nothing(
+    by_address: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    input_file, output = tmp_path / "input.jsonl", tmp_path / "output.jsonl"
+    input_file.write_text(line("\u00e4") + "\n", encoding="utf-8")
+    output.write_text(json.dumps({"custom_id": "\u00e4", "error": None}) + "\n")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}/input.jsonl" if by_address else str(input_file)
+        monkeypatch.setattr(sys, "argv", ["vllm-omni", "run-batch", "-i", address, "-o", str(output), "--model", "m"])
+        try:
+            main.main()
+            assert "1 requests, 1 answered before" in capfd.readouterr().err
+            sys.argv[3] += "s"
+            with pytest.raises(SystemExit):
+                main.main()
+            assert f"--input-file {address}s: cannot be read" in capfd.readouterr().err
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.slow

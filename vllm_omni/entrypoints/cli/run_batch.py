@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import httpx2
 from fastapi import FastAPI
 from tqdm import tqdm
-from vllm.entrypoints.launchers.run_batch import download_bytes_from_url, read_file
+from vllm.entrypoints.launchers.run_batch import download_bytes_from_url
 from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
@@ -75,7 +75,7 @@ def run_batch(arguments: list[str]) -> None:
     parsed = OmniServeCommand().parse(rest)
     set_up_logging(parsed)
     try:
-        text = asyncio.run(read_file(own.input_file))
+        text = _read_input(own.input_file)
     except (OSError, UnicodeDecodeError, httpx2.HTTPError, ValueError) as error:
         raise UsageError(f"--input-file {own.input_file}: cannot be read: {error}") from error
     lines = list(read_lines(text))
@@ -90,6 +90,12 @@ def run_batch(arguments: list[str]) -> None:
     print(f"{len(waiting) - num_failed} answers, {num_failed} failed: {own.output_file}", file=sys.stderr)
     if num_failed:
         sys.exit(1)
+
+
+def _read_input(path_or_url: str) -> str:
+    if path_or_url.startswith(("http://", "https://")):
+        return httpx2.get(path_or_url, follow_redirects=True).raise_for_status().text
+    return Path(path_or_url).read_text(encoding="utf-8")
 
 
 def read_lines(text: str) -> Iterator[Line]:

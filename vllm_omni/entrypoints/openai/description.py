@@ -34,6 +34,7 @@ _TIMES = ("arrival", "started", "first_output", "finished")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<link rel="icon" href="data:,">
 <style>body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 40rem; margin: 2rem auto; padding: 0 1rem }}</style>
 </head>
 <body>

@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.openai import (
     images,
     messages,
     responses,
+    scale_out,
     speech,
     transcriptions,
     videos,
@@ -58,28 +59,14 @@ OWN_PATHS = frozenset(
     {
         abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-        *STORED_PATHS,
+        chat.INVOCATIONS_PATH, *STORED_PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
 
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
-_RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
     "/redoc": "a network, for the browser; `/docs` has the same and needs none",
-    "/invocations": "SageMaker's handlers, which call those that are replaced",
-    **dict.fromkeys(
-        ("/generative_scoring", "/v1/systemone", "/v1/decisions"),
-        "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
-    ),
-    **dict.fromkeys(
-        (
-            "/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render", "/v1/responses/render",
-            "/v1/chat/completions/derender", "/v1/completions/derender", "/inference/v1/generate",
-            "/inference/v1/abort_requests",
-        ),
-        _RENDERED_ELSEWHERE,
-    ),
     **dict.fromkeys(
         (
             "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
@@ -121,7 +108,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    others = OWN_PATHS | WITHHELD_PATHS.keys()
+    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({abort_requests.SCALE_OUT_PATH} if args.enable_scale_out else set())
     has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
@@ -133,6 +120,8 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.include_router(router)
     if has_operations:
         app.include_router(abort_requests.router)
+    if args.enable_scale_out:
+        app.include_router(abort_requests.scale_out_router)
     refused = _refused_paths(client)
     removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]
@@ -200,6 +189,7 @@ async def _init_text_state(
     state.openai_serving_responses.set_up(state.openai_serving_chat)
     state.anthropic_serving_messages = messages.OmniServingMessages.from_vllm(state.anthropic_serving_messages)
     state.anthropic_serving_messages.set_up(state.openai_serving_chat)
+    scale_out.set_up(state)
 
 
 def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:
@@ -234,10 +224,11 @@ def _refused_paths(client: OmniEngineClient) -> dict[str, str]:
     """The paths for text that the model has no use for, each with the reason."""
     if not client.has_renderer:
         outputs = ", ".join(client.config.output_types)
-        return dict.fromkeys(TEXT_PATHS, f"this model neither reads nor writes tokens; it outputs {outputs}")
+        paths = (*TEXT_PATHS, *scale_out.PATHS)
+        return dict.fromkeys(paths, f"this model neither reads nor writes tokens; it outputs {outputs}")
     if client.only_transcribes:
         message = "this model only transcribes; send the sound to /v1/audio/transcriptions"
-        return dict.fromkeys(CHAT_PATHS, message)
+        return dict.fromkeys((*CHAT_PATHS, chat.INVOCATIONS_PATH, *scale_out.PATHS), message)
     if "text" not in client.config.output_types:
         outputs = ", ".join(client.config.output_types)
         return dict.fromkeys(TEXT_ONLY_PATHS, f"this model cannot output 'text'; it outputs {outputs}")

@@ -85,6 +85,14 @@ def test_what_a_client_sets_wins_over_the_defaults_of_the_stage(app: FastAPI) ->
     assert refused.status_code == 400 and "--max-n" in refused.json()["error"]["message"]
 
 
+def test_media_that_cannot_be_decoded(app: FastAPI) -> None:
+    rendered = post(app, "/v1/chat/completions/render", CHAT)
+    for content in ("AAAA", "no base64"):
+        rendered["features"]["kwargs_data"] = {"image": [content]}
+        error = send(app, "POST", "/inference/v1/generate", json=rendered).json()["error"]
+        assert (error["code"], error["param"]) == (400, "features")
+
+
 def test_aborts_need_ids(app: FastAPI) -> None:
     assert post(app, "/inference/v1/abort_requests", {"request_ids": ["generate-tokens-1"]})["aborted"] == 0
     assert send(app, "POST", "/inference/v1/abort_requests", json={}).status_code == 400

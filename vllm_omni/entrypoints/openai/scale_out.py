@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator
 from starlette.datastructures import State
 from starlette.requests import Request
 from vllm import SamplingParams
-from vllm.entrypoints.scale_out.derender.serving import ServingDerender
-from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.entrypoints.scale_out.token_in_token_out.mm_features import mm_kwargs_from_features
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateResponse
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat
 from vllm_omni.entrypoints.openai.http_errors import returned_error
@@ -31,24 +31,19 @@ class OmniServingTokens(OmniServing, ServingTokens):
         self.client.check_admission(request.sampling_params.n)
         names = filter(request.is_sampling_param_provided, SamplingParams.__struct_fields__)
         RequestContext.current().options = RequestOptions(explicit_fields=frozenset(names))
+        if request.features is not None:
+            try:
+                mm_kwargs_from_features(request.features)
+            except Exception as error:  # vLLM's decoder raises all kinds.
+                raise VLLMValidationError(f"features cannot be decoded: {error}", parameter="features") from error
         return await super().serve_tokens(request, raw_request)
-
-
-class _Render(ServingRender):
-    create_error_response = staticmethod(returned_error)
-
-
-class _Derender(ServingDerender):
-    create_error_response = staticmethod(returned_error)
 
 
 def set_up(state: State) -> None:
     """Puts ours in place of the handlers that vLLM has made. `openai_serving_chat` must be ours."""
     chat: OmniServingChat = state.openai_serving_chat
     state.serving_tokens = OmniServingTokens.from_vllm(state.serving_tokens)
-    render, derender = _Render.__new__(_Render), _Derender.__new__(_Derender)
-    vars(render).update(vars(state.serving_render))
-    vars(derender).update(vars(state.serving_derender))
-    render.default_sampling_params = chat.default_sampling_params
-    render.online_renderer = chat.online_renderer
-    state.serving_render, state.serving_derender = render, derender
+    state.serving_render.default_sampling_params = chat.default_sampling_params
+    state.serving_render.online_renderer = chat.online_renderer
+    for handler in (state.serving_render, state.serving_derender, state.serving_generative_scoring):
+        handler.create_error_response = returned_error

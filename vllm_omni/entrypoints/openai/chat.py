@@ -432,5 +432,6 @@ _Invocation = Annotated[
 @router.post(INVOCATIONS_PATH, **_ROUTE)
 async def invoke(request: _Invocation, raw_request: Request) -> Any:
     """A chat or a completion, by what the body has: `messages` or `prompt`. The path is Amazon SageMaker's."""
-    answer = create_completion if isinstance(request, CompletionRequest) else create_chat_completion
-    return await answer(request, raw_request)
+    if isinstance(request, CompletionRequest):
+        return await create_completion(request, raw_request)
+    return await create_chat_completion(request, raw_request)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_omni.config.loader import resolve_dotted_path
@@ -386,7 +387,8 @@ def _value_of(result: Any) -> Any:
 
 
 def make_stage_output(request: StageRequest, stage_id: int, values: dict[str, Any]) -> StageOutput:
-    """Sorts a function's values into the fields of a stage output."""
+    """Sorts a function's values into the fields of a stage output; arrays are tensors there."""
+    values = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
     text = values.get("text")
     return StageOutput(
         request_id=request.request_id,

@@ -235,13 +235,13 @@ class AgentEngine(FunctionStageEngine):
             proxy = type(declared.__name__, (AgentStage,), {"parameters": declared.parameters})
             return proxy(stage, model, self._agent)
         if stage.batch_function is None:
-            return PlainFunction(stage, model, self._call)
-        return BatchFunction(stage, model, self._call_batch)
+            return PlainFunction(stage, model, self._one_call)
+        return BatchFunction(stage, model, self._batch_call)
 
-    def _call(self, request: StageRequest, sources: Sources) -> Any:
+    def _one_call(self, request: StageRequest, sources: Sources) -> Any:
         return self._agent.call("call", _fields(request, _REQUEST), _sources(sources))
 
-    def _call_batch(self, requests: Sequence[StageRequest], sources: Sequence[Sources]) -> Any:
+    def _batch_call(self, requests: Sequence[StageRequest], sources: Sequence[Sources]) -> Any:
         given = [_fields(request, _REQUEST) for request in requests]
         return self._agent.call("call_batch", given, [_sources(each) for each in sources])
 

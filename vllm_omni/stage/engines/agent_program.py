@@ -301,13 +301,18 @@ def _provide_modules() -> None:
 
 
 class _ModuleOf:
-    """Finds the user's module or package in its folder, and nothing else there: that may be a `site-packages`."""
+    """Finds the user's module or package in its folder, and nothing else there: that may be a `site-packages`. Refuses
+    what `_NAMES` does not have: the package may be installed here, without what it needs."""
 
     def __init__(self, name: str, folder: str) -> None:
         self._name = name
         self._folder = folder
 
     def find_spec(self, name, path=None, target=None):
+        if name.startswith("vllm_omni."):
+            raise ModuleNotFoundError(
+                f"No module named {name!r} in a Python of a stage's own, which has of it {', '.join(_NAMES)}", name=name
+            )
         return importlib.machinery.PathFinder.find_spec(name, [self._folder]) if name == self._name else None
 
 

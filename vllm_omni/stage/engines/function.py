@@ -95,13 +95,14 @@ class BatchFunction(PlainFunction):
 
     streams = False
 
-    def __init__(self, stage: OmniStageConfig, model: str) -> None:
-        super().__init__(stage, model)
+    def __init__(self, stage: OmniStageConfig, model: str, function: Callable[..., Any] | None = None) -> None:
+        super().__init__(stage, model, function)
         self.batch_size = stage.runtime.max_batch_size or 8
         self.wrong_type = f"{stage.batch_function} must return dicts"
 
     def start(self) -> None:
-        self._function = resolve_dotted_path(str(self.stage.batch_function), "batch_function")
+        if self._function is None:
+            self._function = resolve_dotted_path(str(self.stage.batch_function), "batch_function")
 
     def window(self, state: StageRequest, sources: Sources) -> Any:
         return _value_of(self.windows([state], [sources])[0])

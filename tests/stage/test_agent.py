@@ -29,7 +29,7 @@ from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox
 from vllm_omni.stage.engines.function import FunctionStageEngine
 
 MODULE = agent_stages.__name__
-OWN = {"python": sys.executable}
+OWN = {"python": os.environ.get("AGENT_PYTHON", sys.executable)}
 """The agent's Python is the one of the tests, in which it does not see this package."""
 Open = Callable[..., RunningEngine]
 
@@ -144,7 +144,7 @@ def data_of(running: RunningEngine, name: str, text: str) -> dict[str, Any]:
 def test_it_runs_in_a_process_of_its_own_that_ends_with_the_engine(run: Open) -> None:
     running = run()
     found = data_of(running, "r", "where")
-    assert running.output("r").completions[0].text == f"{sys.executable}<1>"
+    assert running.output("r").completions[0].text == f"{OWN['python']}<1>"
     assert found["parent"] == os.getpid() and running.engine.processes == (found["process"],)
     running.stop()
     running.engine.close()
@@ -224,7 +224,7 @@ def test_the_end_of_the_agent_ends_the_engine(text: str, words: str, function: s
         engine.inbox.put(new("r", text))
     else:
         engine.inbox.put(NewRequest(StageRequest(request_id="r", prompt=text)))
-    with pytest.raises(AgentDiedError, match=rf"stage 1 \(stage1\): its Python, {sys.executable}, {words}"):
+    with pytest.raises(AgentDiedError, match=rf"stage 1 \(stage1\): its Python, {OWN['python']}, {words}"):
         engine.run()
     engine.close()
 

@@ -9,6 +9,7 @@ and the kernel releases it however its holder ends.
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -16,9 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_omni.errors import PipelineStartError
-from vllm_omni.metrics.logs import get_logger
-
-logger = get_logger(__name__)
 
 
 class LockedFolder:
@@ -112,7 +110,7 @@ def user_cache(name: str, what: str) -> Path:
 
 
 @contextlib.contextmanager
-def alone(path: Path, what: str) -> Iterator[None]:
+def alone(path: Path, what: str, logger: logging.Logger) -> Iterator[None]:
     """Only one process at a time holds this file; the others wait.
 
     Args:

@@ -43,6 +43,7 @@ _PROGRESS = ("Collecting", "Downloading", "Building", "Installing", "Resolved", 
 """How the lines of pip and uv begin that are logged."""
 _NUM_LINES = 6
 """Of an error of pip or uv."""
+_LITTLE_MIB = 1024
 _NEEDED = "numpy"
 """What an agent needs itself."""
 
@@ -165,7 +166,7 @@ def make_environment(packages: Sequence[str], where: str) -> Path:
     folder = python.parents[1]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.with_name(f"{folder.name}.lock"), f"installs {', '.join(packages)}"):
+        with alone(folder.with_name(f"{folder.name}.lock"), f"installs {', '.join(packages)}", logger):
             if not python.exists():
                 _make(folder, packages, where)
     except OSError as error:
@@ -237,6 +238,8 @@ def _run(command: Sequence[str], unfinished: LockedFolder, where: str) -> None:
             if line.strip().startswith(_PROGRESS):
                 logger.info("%s: %s", where, line.strip())
     if process.returncode:
+        if (free := shutil.disk_usage(unfinished.path).free >> 20) < _LITTLE_MIB:
+            last.append(f"{unfinished.path.parent} has only {free} MiB of free space")
         lines = "\n  ".join(last)
         raise PipelineStartError(
             f"{where}: runtime.packages: {' '.join(command[:4])} ... failed (status {process.returncode}):\n  {lines}"

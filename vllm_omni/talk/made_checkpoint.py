@@ -78,7 +78,7 @@ class MadeCheckpoint(ABC):
         if not needed.is_file():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with alone(folder.with_name(f"{folder.name}.lock"), f"converts {self.name}"):
+                with alone(folder.with_name(f"{folder.name}.lock"), f"converts {self.name}", logger):
                     if not needed.is_file():
                         self._make(folder, with_weights)
             except (OSError, SafetensorError) as error:

@@ -37,9 +37,8 @@ def test_commands_say_what_a_stage_runs_in(run: Any, tmp_path: Path) -> None:
 
 def test_a_python_that_is_not_there_is_refused_before_anything_starts(run: Any, tmp_path: Path) -> None:
     stages = str(write_stages(tmp_path, python="/nothing"))
-    words = r"stage 1 \(own\): runtime.python: '/nothing' is no program on this machine"
-    with pytest.raises(StageConfigError, match=words):
-        run("config", "show", "speech", "--stage-configs-path", stages)
+    result = run("config", "show", "speech", "--stage-configs-path", stages)
+    assert result.code and "stage 1 (own): runtime.python: '/nothing' is no program on this machine" in result.err
     _, (found,) = check_model(["speech", "--stage-configs-path", stages], Platform("cpu", []))
     assert found.level == "FAIL" and "'/nothing' is no program" in found.message
 

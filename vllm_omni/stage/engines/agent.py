@@ -202,7 +202,9 @@ class AgentStage(FunctionStage):
 
     def begin(self, request: StageRequest, parameters: Any) -> int:
         number = next(self._numbers)
-        self._agent.call("begin", number, _fields(request, _REQUEST), msgspec.to_builtins(parameters))
+        self._agent.call(
+            "begin", number, _fields(request, _REQUEST), msgspec.to_builtins(parameters, builtin_types=(bytes,))
+        )
         return number
 
     def window(self, state: int, sources: Sources) -> Any:

@@ -34,7 +34,7 @@ class LockedFolder:
         self.path, self._lock = _create(parent, prefix)
 
     def fileno(self) -> int:
-        """Of the lock: a child that inherits it holds it, too."""
+        """The descriptor of the lock: a child that inherits it holds the lock, too."""
         return self._lock
 
     def remove(self) -> None:

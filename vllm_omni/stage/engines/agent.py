@@ -38,8 +38,10 @@ from vllm_omni.stage.python import find_python, make_environment
 
 logger = get_logger(__name__)
 
-_REQUEST = ("request_id", "modalities", "prompt", "prompt_token_ids", "mm_metadata", "options", "parameters")
-_REQUEST += ("is_complete", "priority", "cache_salt")
+_REQUEST = (
+    *("request_id", "modalities", "prompt", "prompt_token_ids", "mm_metadata", "options", "parameters"),
+    *("is_complete", "priority", "cache_salt"),
+)
 _OUTPUT = ("request_id", "stage_id", "prompt", "prompt_token_ids", "tensors", "data", "start", "context", "is_last")
 _COMPLETION = ("index", "text", "token_ids", "cumulative_logprob", "finish_reason", "stop_reason")
 """Fields that an agent's objects have."""

@@ -11,7 +11,6 @@ bytes of those arrays. Both sides read and write frames with the code below.
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import ctypes
 import faulthandler
@@ -28,6 +27,8 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class DisconnectedError(Exception):
 class Channel:
     """A connection of one thread of the stage with one of the agent. Only one side sends at a time."""
 
-    def __init__(self, sock: socket.socket, wait_s: float = 0.0, on_wait: collections.abc.Callable | None = None):
+    def __init__(self, sock: socket.socket, wait_s: float = 0.0, on_wait: Callable[[], None] | None = None) -> None:
         """
         Args:
             wait_s: Seconds that the other side may take; 0: any time.
@@ -59,7 +60,7 @@ class Channel:
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
 
-    def send(self, value: object) -> None:
+    def send(self, value: Any) -> None:
         """
         Raises:
             TypeError: A part of the value is neither plain nor an array; nothing is sent.
@@ -75,7 +76,7 @@ class Channel:
         except OSError as error:
             raise DisconnectedError(str(error)) from error
 
-    def receive(self) -> object:
+    def receive(self) -> Any:
         """
         Raises:
             DisconnectedError: The other side is gone.
@@ -87,7 +88,7 @@ class Channel:
             self._read(_bytes_of(array))
         return _decode(plain, arrays)
 
-    def _read(self, buffer):
+    def _read(self, buffer: Any) -> Any:
         """Fills a buffer, and returns it."""
         view = memoryview(buffer)
         while view.nbytes:
@@ -114,7 +115,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _encode(value, arrays: list[np.ndarray]):
+def _encode(value: Any, arrays: list[np.ndarray]) -> Any:
     """A value in JSON's types; its arrays are appended to the list."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.item() if isinstance(value, np.generic) else value
@@ -123,7 +124,7 @@ def _encode(value, arrays: list[np.ndarray]):
         return {"bytes": len(arrays) - 1}
     if isinstance(value, (list, tuple)):
         return [_encode(item, arrays) for item in value]
-    if isinstance(value, collections.abc.Mapping):
+    if isinstance(value, Mapping):
         is_reference = len(value) == 1 and next(iter(value)) in _REFERENCES
         if all(isinstance(key, str) for key in value) and not is_reference:
             return {key: _encode(item, arrays) for key, item in value.items()}
@@ -140,7 +141,7 @@ def _encode(value, arrays: list[np.ndarray]):
     raise TypeError(f"{what} cannot pass between the stage and its Python; plain values, bytes, arrays and tensors can")
 
 
-def _decode(value, arrays: list[np.ndarray]):
+def _decode(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, list):
         return [_decode(item, arrays) for item in value]
     if not isinstance(value, dict):
@@ -162,15 +163,15 @@ def _decode(value, arrays: list[np.ndarray]):
 class _Fields:
     """An object with the fields that it is given."""
 
-    def __init__(self, **fields):
+    def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(f"{type(self).__name__} has no {name!r} in a Python of its own")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
         return f"{type(self).__name__}({fields})"
 
@@ -181,11 +182,11 @@ class StageRequest(_Fields):
 
 class StageOutput(_Fields):
     @property
-    def first_completion(self):
+    def first_completion(self) -> Any:
         return next((completion for completion in self.completions if completion.index == 0), None)
 
     @property
-    def finish_reason(self):
+    def finish_reason(self) -> Any:
         first = self.first_completion
         return None if first is None else first.finish_reason
 
@@ -195,7 +196,7 @@ class Completion(_Fields):
 
 
 class OmniStageConfig(_Fields):
-    def checkpoint(self, model):
+    def checkpoint(self, model: str) -> Any:
         return self.engine_args.get("model") or model
 
 
@@ -208,7 +209,7 @@ class OmniError(Exception):
 
 
 class RequestError(OmniError):
-    def __init__(self, message, request_id, stage_id=None):
+    def __init__(self, message: str, request_id: str, stage_id: int | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
 
@@ -224,37 +225,37 @@ class NoParameters(_Fields):
 class FunctionStage:
     """`vllm_omni.function_stage.FunctionStage`, whose docstrings describe the methods."""
 
-    parameters = NoParameters
-    model_kind = None
+    parameters: Any = NoParameters
+    model_kind: str | None = None
 
-    def __init__(self, stage, model):
+    def __init__(self, stage: OmniStageConfig, model: str) -> None:
         self.stage = stage
         self.model = model
 
     @classmethod
-    def voices(cls):
+    def voices(cls) -> Sequence[str]:
         return ()
 
-    def start(self):
+    def start(self) -> None:
         pass
 
-    def begin(self, request, parameters):
+    def begin(self, request: StageRequest, parameters: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.begin")
 
-    def window(self, state, sources):
+    def window(self, state: Any, sources: Mapping[int, StageOutput]) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.window")
 
-    def end(self, state):
+    def end(self, state: Any) -> Any:
         return None
 
-    def abort(self, state):
+    def abort(self, state: Any) -> None:
         pass
 
 
 class Struct(_Fields):
-    """In place of msgspec's, where that is not installed: values come checked, and complete."""
+    """Stands for the class of msgspec where that is not installed. Values come checked, and complete."""
 
-    def __init_subclass__(cls, **options):
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__()
 
 
@@ -262,11 +263,11 @@ class Meta(_Fields):
     pass
 
 
-def field(**options):
+def field(**options: Any) -> Any:
     return None
 
 
-_NAMES = {
+_NAMES: dict[str, dict[str, Any]] = {
     "vllm_omni.function_stage": {
         **{"FunctionStage": FunctionStage, "NoParameters": NoParameters, "Values": object},
         **{"CALLER": -1, "SOUND_RATE": 16_000},
@@ -283,7 +284,7 @@ _NAMES = {
 }
 
 
-def _provide(name: str, names: dict) -> None:
+def _provide(name: str, names: dict[str, Any]) -> None:
     module = types.ModuleType(name, "What a function stage needs of it, in a Python of its own.")
     module.__dict__.update(names)
     module.__path__ = []  # A module of it that is not here is not found, rather than found elsewhere.
@@ -308,7 +309,7 @@ class _ModuleOf:
         self._name = name
         self._folder = folder
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.startswith("vllm_omni."):
             raise ModuleNotFoundError(
                 f"No module named {name!r} in a Python of a stage's own, which has of it {', '.join(_NAMES)}", name=name
@@ -316,17 +317,20 @@ class _ModuleOf:
         return importlib.machinery.PathFinder.find_spec(name, [self._folder]) if name == self._name else None
 
 
+_Sources = dict  # Outputs by stage id, each a dict of its fields.
+
+
 class _Agent:
     """The stage in this process, and the states of its requests."""
 
-    def __init__(self, job: dict) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         """Imports and starts the stage. Raises whatever that raises."""
         _provide_modules()
         module, _, name = job["function"].rpartition(".")
         sys.meta_path.insert(0, _ModuleOf(module.partition(".")[0], job["folder"]))
         sys.path += job["path"]
         found = getattr(importlib.import_module(module), name)
-        self._states: dict = {}
+        self._states: dict[int, Any] = {}
         self._function = found
         if isinstance(found, type):
             config = job["stage"]
@@ -334,27 +338,27 @@ class _Agent:
             self._stage = found(OmniStageConfig(**config), job["model"])
             self._stage.start()
 
-    def begin(self, key, request, parameters):
+    def begin(self, key: int, request: dict[str, Any], parameters: dict[str, Any]) -> None:
         self._states[key] = self._stage.begin(StageRequest(**request), self._parameters(parameters))
 
-    def window(self, key, sources):
+    def window(self, key: int, sources: _Sources) -> Any:
         return self._stage.window(self._states[key], _read_sources(sources))
 
-    def end(self, key):
+    def end(self, key: int) -> Any:
         value = self._stage.end(self._states[key])
         del self._states[key]  # After an error `abort` follows.
         return value
 
-    def abort(self, key):
+    def abort(self, key: int) -> None:
         self._stage.abort(self._states.pop(key))
 
-    def call(self, request, sources):
+    def call(self, request: dict[str, Any], sources: _Sources) -> Any:
         return self._function(StageRequest(**request), _read_sources(sources))
 
-    def call_batch(self, requests, sources):
+    def call_batch(self, requests: list[dict[str, Any]], sources: list[_Sources]) -> Any:
         return self._function([StageRequest(**each) for each in requests], [_read_sources(each) for each in sources])
 
-    def _parameters(self, values):
+    def _parameters(self, values: dict[str, Any]) -> Any:
         declared = self._stage.parameters
         if hasattr(declared, "__struct_fields__"):  # msgspec is installed here
             return sys.modules["msgspec"].convert(values, declared)
@@ -373,12 +377,12 @@ class _Agent:
             os._exit(1)
 
 
-def _answer(channel: Channel, method, arguments: list) -> None:
+def _answer(channel: Channel, method: Callable[..., Any], arguments: list[Any]) -> None:
     try:
         value = method(*arguments)
-        if isinstance(value, collections.abc.Iterator):
+        if isinstance(value, Iterator):
             _stream(channel, value)
-        elif method.__name__ == "call_batch" and isinstance(value, collections.abc.Sequence):
+        elif method.__name__ == "call_batch" and isinstance(value, Sequence):
             channel.send({"results": [_result(item) for item in value]})
         else:
             channel.send({"value": value})
@@ -388,7 +392,7 @@ def _answer(channel: Channel, method, arguments: list) -> None:
         channel.send(describe(error))
 
 
-def _stream(channel: Channel, pieces) -> None:
+def _stream(channel: Channel, pieces: Iterator[Any]) -> None:
     """Each piece is made when the stage asks for it."""
     channel.send({"stream": True})
     try:
@@ -404,18 +408,18 @@ def _stream(channel: Channel, pieces) -> None:
     channel.send({"end": True})
 
 
-def _result(value) -> dict:
+def _result(value: Any) -> dict[str, Any]:
     return describe(value) if isinstance(value, Exception) else {"value": value}
 
 
-def describe(error: BaseException) -> dict:
+def describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain data."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     is_invalid = isinstance(error, InvalidRequestError)
     return {"error": {"kind": type(error).__name__, "message": str(error), "traceback": text, "invalid": is_invalid}}
 
 
-def _read_sources(sources: dict) -> dict:
+def _read_sources(sources: _Sources) -> dict[int, StageOutput]:
     return {
         stage_id: StageOutput(**{**output, "completions": [Completion(**each) for each in output["completions"]]})
         for stage_id, output in sources.items()

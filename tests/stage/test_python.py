@@ -55,6 +55,19 @@ def test_wrong_keys_are_refused(stages: dict[str, Any], words: str) -> None:
         parse_pipeline_config(stages, "test")
 
 
+@pytest.mark.parametrize("runtime", [{"python": "python3"}, {"packages": ["numpy"]}])
+def test_a_checkpoint_may_not_set_them(runtime: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        StageConfigError, match=f"runtime.{next(iter(runtime))}: a checkpoint's own configuration may not"
+    ):
+        parse_pipeline_config(config("fake", **runtime), "test", tmp_path)
+
+
+def test_a_python_of_another_machine_is_shown_as_such() -> None:
+    (stage,) = parse_pipeline_config(config(python="/opt/there/bin/python"), "test").stage_args
+    assert stage.kind.describe_python() == "/opt/there/bin/python, which is not on this machine"
+
+
 def script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")

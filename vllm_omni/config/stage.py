@@ -378,7 +378,7 @@ class StageKind:
         """
 
     def describe_python(self) -> str | None:
-        """The Python of a stage that has its own, if it is on this machine; None: it runs in this one."""
+        """The Python of a stage that has its own, for people; None: it runs in this one."""
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

@@ -62,7 +62,10 @@ class Function(Fake):
     def describe_python(self) -> str | None:
         runtime, where = self.stage.runtime, self.stage.label
         if runtime.python is not None:
-            return str(find_python(runtime.python, where))
+            try:
+                return str(find_python(runtime.python, where))
+            except StageConfigError:  # `check_machine` refuses it, but where a cluster has other machines.
+                return f"{runtime.python}, which is not on this machine"
         if not runtime.packages:
             return None
         python = environment_python(runtime.packages)

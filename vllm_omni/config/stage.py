@@ -55,6 +55,10 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             only a diffusion stage can, and receives the prompt's images.
+        python: Of a function stage: the Python that computes it, a path or a name on `PATH`. It needs numpy, and none
+            of the packages here.
+        packages: Instead of `python`: requirements as pip has them. The stage runs in an environment with these, made
+            once in the user's cache.
     """
 
     replicas: int = 1
@@ -70,6 +74,13 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_queued: Positive | None = None
     step_timeout_s: Seconds = 300.0
     requires_multimodal_data: bool = False
+    python: str | None = None
+    packages: list[str] = []
+
+    @property
+    def has_own_python(self) -> bool:
+        """Whether the stage's code runs in another Python."""
+        return self.python is not None or bool(self.packages)
 
     def of_replica(self, replica: int) -> "StageRuntimeConfig":
         """These values, with the resources of one replica."""
@@ -358,6 +369,16 @@ class StageKind:
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         """The engine arguments that the configuration leaves open, each with its value and where that comes from."""
         return iter(())
+
+    def check_machine(self) -> None:
+        """Checks what the stage needs of the machine that it runs on, beside devices, cores and memory.
+
+        Raises:
+            StageConfigError: It is missing.
+        """
+
+    def describe_python(self) -> str | None:
+        """The Python of a stage that has its own, for people; None: it runs in this one."""
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

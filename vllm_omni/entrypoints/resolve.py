@@ -374,4 +374,6 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
                 "to ray, too"
             )
         checked.append(stage.kind.check_arguments(model))
+        if config.runtime.distributed_backend is None:
+            stage.kind.check_machine()
     return [engine_args for engine_args in checked if engine_args is not None]

@@ -134,7 +134,7 @@ class StageStats(msgspec.Struct, kw_only=True):
         num_steps, step_seconds: Engine steps, and their duration, summed.
         num_scheduled: Batch sizes of all steps, summed.
         kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
-        resident_bytes: Of its process in RAM, with what it shares with others. Stages of one process have equal values.
+        resident_bytes: Of its process, and of its agent, in RAM, with what they share with others.
         device_bytes: That torch's allocator holds on the devices of its process; 0 where it has none.
         caches: Of the engine, by name: `encoder`, of encoded media; `prompt`, of encoded prompts.
         unbatched: Networks of a diffusion stage whose calls are not batched, since requests would change each other's

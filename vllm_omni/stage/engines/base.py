@@ -9,7 +9,7 @@ import contextlib
 import queue
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,9 +184,11 @@ class StageEngine(ABC):
         step_timer: Entered around every step, and around everything that reads an item of the inbox.
         always_compiles: Any step may compile something, not only the first one.
         on_failure: Called from any thread when the engine is broken outside of a step.
+        processes: Ids of other processes of the engine on this machine; set by `start`.
     """
 
     capacity: int
+    processes: Sequence[int] = ()
     always_compiles = False
 
     def __init__(self, outbox: Outbox) -> None:

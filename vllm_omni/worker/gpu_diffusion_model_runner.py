@@ -372,7 +372,7 @@ def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, A
     Returns:
         The arguments with the resized image and its size.
     """
-    image = arguments["image"]
+    image = arguments.get("image")
     if not isinstance(image, Image.Image) or "height" not in call_parameters(type(pipe)):
         return arguments
     width, height = (

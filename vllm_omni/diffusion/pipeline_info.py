@@ -39,12 +39,14 @@ _NEEDS_IMAGES = ("QwenImageLayeredPipeline",)
 _ALWAYS_NEEDED = (
     "mask_image", "control_image", "control_mask", "control_video", "conditioning_frames", "original_image",
 )  # fmt: skip
+# Where a call has one of these, it does not need an image, too.
+_IN_PLACE_OF_IMAGES = ("video", "conditions")
 # By signature these are optional; in fact the pipeline fails without them.
 _NEEDED_BY = {
     "ConsisIDPipeline": "id_cond", "StableAudio3AudioToAudioPipeline": "audio", "StableAudio3InpaintPipeline": "audio",
 }  # fmt: skip
-# The class of a component that consists of several, each of which reads an input of its own.
-_SEVERAL_PARTS = "Multi"
+# In the names of components that consist of several networks, each of which reads an image of its own.
+_SEVERAL_NETS = ("MultiControlNet", "MultiAdapter")
 # Fields of the outputs of pipelines without a prompt that are no picture, video or sound.
 _PICTURES = ("images", "frames", "audios", "prediction", "videos")
 # By signature they take one image for each prompt; in fact several for one prompt.
@@ -154,7 +156,7 @@ class PipelineInfo:
         """Whether one prompt can have several images as this argument: by its type, or one for each of several nets."""
         if name == ("control_image" if "control_image" in call_parameters(pipeline_class) else "image"):
             classes = [entry[1] for entry in self.index.values() if isinstance(entry, list) and len(entry) == 2]
-            if any(_SEVERAL_PARTS in str(each) for each in classes):
+            if any(nets in str(each) for each in classes for nets in _SEVERAL_NETS):
                 return True
         return takes_several_images(pipeline_class, name)
 
@@ -201,8 +203,10 @@ def _needs_image(pipeline_class: type) -> bool:
         return False
     if pipeline_class.__name__ in _NEEDS_IMAGES or "mask_image" in call_parameters(pipeline_class):
         return True
-    if parameter.default is inspect.Parameter.empty or not _is_optional(parameter.annotation):
+    if parameter.default is inspect.Parameter.empty:
         return True
+    if not _is_optional(parameter.annotation):
+        return not any(name in call_parameters(pipeline_class) for name in _IN_PLACE_OF_IMAGES)
     from diffusers.pipelines import auto_pipeline
 
     from_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()

@@ -142,11 +142,11 @@ class DiffusionModelRunner:
             set_execution_device(pipe, self._device)
         return self._pipes[pipeline_class]
 
-    def _make_pipe(self, pipeline_class: type) -> DiffusionPipeline:
+    def _make_pipe(self, pipeline_class: "type[DiffusionPipeline]") -> DiffusionPipeline:
         if pipeline_class is type(self._pipe):
             return copy.copy(self._pipe)
         # diffusers' own `from_pipe` would convert the weights, which all pipelines share, to one dtype.
-        components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
+        components, options = pipeline_class._get_signature_keys(pipeline_class)
         arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
         arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
         return pipeline_class(**arguments)

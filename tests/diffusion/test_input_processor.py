@@ -250,7 +250,11 @@ def test_bad_settings_are_refused(
         ("text", {"negative_prompt": ["a"]}, ["negative_prompt must be a string, not a list"]),
         ("text", {"additional_information": {"x": torch.ones(1)}}, ["'x' is a tensor"]),
         ("text", {"additional_information": [1]}, ["additional_information must be a dict"]),
-        ("text", {"multi_modal_data": {"audio": np.ones(4)}}, ["ZImagePipeline takes no 'audio' (it takes image, mask_image)"]),
+        (
+            "text",
+            {"multi_modal_data": {"audio": np.ones(4)}},
+            ["ZImagePipeline takes no 'audio' (it takes image, mask_image)"],
+        ),
         ("text", {"multi_modal_data": {"image": "cat.png"}}, ["image 0 is a str", "PIL.Image.open"]),
         ("text", {"multi_modal_data": {"image": [IMAGE, IMAGE]}}, ["one input image for a prompt, not 2"]),
         ("text", {"multi_modal_data": {"image": Image.new("RGB", (2048, 1024))}}, ["image 0", "max_pixels"]),

@@ -70,7 +70,10 @@ def _from_pil(image: Image.Image, where: str, keep_alpha: bool) -> torch.Tensor:
 
 
 def as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
-    """An image as `[height, width, channels]`; where the shape is ambiguous, an array's channels are last, a tensor's first."""
+    """An image as `[height, width, channels]`.
+
+    Where the shape is ambiguous, an array's channels are last, a tensor's first.
+    """
     is_tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor) and (image.is_meta or image.layout != torch.strided):
         raise TypeError(f"{where} is a tensor without plain pixels ({image.layout}, {image.device}); give a dense one")

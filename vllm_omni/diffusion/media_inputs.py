@@ -70,6 +70,12 @@ def takes_frames(name: str, annotation: Any) -> bool:
     return "video" in name or "frames" in name or is_list
 
 
+def takes_images(name: str, annotation: Any) -> bool:
+    """Whether PIL images can be passed. Many pipelines declare a tensor, and take them too."""
+    is_visual = _VISUAL.search(name) and "embed" not in name and _dataclass_in(annotation) is None
+    return "Image" in str(annotation) or bool(is_visual)
+
+
 def _dataclass_in(annotation: Any, depth: int = 0) -> type | None:
     """The class of diffusers in a type whose fields have media."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
@@ -144,10 +150,10 @@ class MediaReader:
         is_bytes = value.dtype in (np.uint8, torch.uint8)
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
             raise TypeError(f"{self._where} is a tensor without plain values; give a dense one")
-        if self._takes_images(annotation) and value.ndim == 4 and (is_bytes or isinstance(value, np.ndarray)):
+        if takes_images(self._name, annotation) and value.ndim == 4 and (is_bytes or isinstance(value, np.ndarray)):
             self._check_is_taken(value, annotation)
             return MediaInput(kind="frames", tensor=self._read_frames(value))
-        if self._takes_images(annotation) and value.ndim in (2, 3) and is_bytes:
+        if takes_images(self._name, annotation) and value.ndim in (2, 3) and is_bytes:
             pixels = as_hwc(value, self._where)
             self._count(1, *pixels.shape[:2])
             return MediaInput(kind="image", tensor=pixels.contiguous())
@@ -205,12 +211,8 @@ class MediaReader:
                 "(max_frames)"
             )
 
-    def _takes_images(self, annotation: Any) -> bool:
-        """Many pipelines declare a tensor, and take PIL images too."""
-        return "Image" in str(annotation) or bool(_VISUAL.search(self._name) and "embed" not in self._name)
-
     def _check_is_taken(self, value: Any, annotation: Any) -> None:
-        if not self._takes_images(annotation):
+        if not takes_images(self._name, annotation):
             raise self._refusal(value, annotation)
 
     def _refusal(self, value: Any, annotation: Any) -> TypeError:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from PIL import Image
 
@@ -138,7 +138,9 @@ class PipelineInfo:
     @cached_property
     def media(self) -> list[str]:
         """The names of all media that a request can have, `image` first."""
-        known = dict.fromkeys(name for each in (self.pipeline_class, *self._relatives) for name in media_arguments(each))
+        known = dict.fromkeys(
+            name for each in (self.pipeline_class, *self._relatives) for name in media_arguments(each)
+        )
         return sorted(known, key=lambda name: name != "image")
 
     def needed_media(self, pipeline_class: type) -> list[str]:
@@ -183,7 +185,9 @@ class PipelineInfo:
         """Diffusers' classes for the same model that read images, masks or videos, and all of its components."""
         from diffusers.pipelines import auto_pipeline as auto
 
-        parts = {name for name, entry in self.index.items() if isinstance(entry, list) and entry[:1] not in ([], [None])}
+        parts = {
+            name for name, entry in self.index.items() if isinstance(entry, list) and entry[:1] not in ([], [None])
+        }
         found: list[Any] = []
         for maps in (
             (auto.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, auto.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING,

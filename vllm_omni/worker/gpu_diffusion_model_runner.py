@@ -19,6 +19,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
+from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.module_state import ModuleState
 from vllm_omni.diffusion.pipeline_call import (
     CallAborted,
@@ -30,7 +31,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS, call_parameters
+from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache

@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.media_inputs import call_parameters
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH

@@ -75,7 +75,7 @@ CONDITIONS = [{"frames": FRAMES[0]}, {"frames": FRAMES[1], "index": -1, "strengt
 SMALL_LTX2 = {**SMALL, "num_frames": 9, "stg_scale": 0.0, "audio_stg_scale": 0.0, "max_sequence_length": 64}
 MEDIA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "StableDiffusionInpaintPipeline": (MASK, BY_SIZE),
-    "StableDiffusionXLInpaintPipeline": (MASK, BY_SIZE),
+    "StableDiffusionXLInpaintPipeline": (MASK, {**BY_SIZE, "padding_mask_crop": 8}),
     "StableDiffusion3InpaintPipeline": (MASK, BY_SIZE),
     "FluxInpaintPipeline": (MASK, BY_SIZE),
     "FluxFillPipeline": (MASK, SMALL),
@@ -120,7 +120,9 @@ class Bare:
     def __call__(self, prompt: str, seed: int, call: dict[str, Any]) -> np.ndarray:
         generator = torch.Generator().manual_seed(seed)
         prompts = {"prompt": prompt} if prompt else {}
-        return np.asarray(self.pipe(**prompts, generator=generator, **call, output_type="np")[0][0])
+        output_type = "pil" if "padding_mask_crop" in call else "np"
+        made = self.pipe(**prompts, generator=generator, **call, output_type=output_type)[0][0]
+        return np.asarray(made) if output_type == "np" else np.asarray(made, np.float32) / 255
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def read_media(given: Mapping[str, Any], pipeline_class: type, config: DiTConfig
 def refuse_media(name: str, pipeline_class: type, known: Sequence[str]) -> ValueError:
     """The error of a request with an argument that the pipeline does not take, of `known` ones."""
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return ValueError(f"multi_modal_data: {pipeline_class.__name__} takes no {name!r}{nearest(name, known)} ({takes})")
+    return ValueError(f"{pipeline_class.__name__} takes no {name!r}{nearest(name, known)} ({takes})")
 
 
 class MediaReader:
@@ -109,7 +109,7 @@ class MediaReader:
 
     def __init__(self, name: str, pipeline_class: type, config: DiTConfig) -> None:
         self._name = name
-        self._where = f"multi_modal_data: {name}"
+        self._where = name
         self._pipeline_class = pipeline_class
         self._config = config
         self._num_pictures = 0

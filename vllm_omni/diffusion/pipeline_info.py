@@ -175,7 +175,7 @@ class PipelineInfo:
         unknown = next((name for name in media if name not in self.media), None)
         if unknown is None:
             raise ValueError(
-                f"multi_modal_data: no pipeline of {self.pipeline_class.__name__}'s model takes {' and '.join(media)} "
+                f"no pipeline of {self.pipeline_class.__name__}'s model takes {' and '.join(media)} "
                 "together; remove one of them"
             )
         raise refuse_media(unknown, self.pipeline_class, self.media)

@@ -183,6 +183,8 @@ class DiffusionModelRunner:
             "generator": torch.Generator().manual_seed(job.seed),
             "output_type": "latent" if job.latents_only else "np",
         }
+        if arguments.get("padding_mask_crop") is not None and not job.latents_only:
+            own["output_type"] = "pil"  # The only one that pipelines put the crop back into.
         known = call_parameters(job.pipeline_class)
         return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
 
@@ -319,6 +321,8 @@ def _as_output(result: Any) -> torch.Tensor:
         TypeError: It is not one array for each output.
     """
     outputs = result[0]  # the first field of every output class
+    if len(outputs) == 1 and isinstance(outputs[0], Image.Image):
+        return _on_cpu(np.asarray(outputs[0].convert("RGB"), np.float32) / 255)
     if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
         raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
     return _on_cpu(outputs[0])

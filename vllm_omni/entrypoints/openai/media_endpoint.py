@@ -170,12 +170,15 @@ class DiffusionEndpoint(MediaEndpoint):
         if not prompt and (self.info is None or self.info.takes_prompt):
             raise VLLMValidationError("prompt is missing", parameter="prompt")
 
-    async def read_inputs(self, urls: Mapping[str, Sequence[str]], has_images: bool = False) -> dict[str, Any]:
+    async def read_inputs(
+        self, urls: Mapping[str, Sequence[str]], has_images: bool = False, parameter: str | None = None
+    ) -> dict[str, Any]:
         """The media that a request has beside its images, fetched: images and videos by the pipeline's names.
 
         Args:
             urls: Addresses and data URIs; several for a list of images.
             has_images: The request has images, too.
+            parameter: The request's field, for errors; None: the name.
 
         Raises:
             VLLMClientError: The pipeline does not take one, or it cannot be read.
@@ -187,17 +190,21 @@ class DiffusionEndpoint(MediaEndpoint):
         try:
             known = media_arguments(self.info.class_for([*(["image"] if has_images else []), *urls]))
         except ValueError as error:
-            raise VLLMValidationError(str(error), parameter=next(iter(urls))) from error
-        return {name: await self._read_input(name, known[name], addresses) for name, addresses in urls.items()}
+            raise VLLMValidationError(str(error), parameter=parameter or next(iter(urls))) from error
+        return {
+            name: await self._read_input(name, known[name], addresses, parameter or name)
+            for name, addresses in urls.items()
+        }
 
-    async def _read_input(self, name: str, annotation: Any, urls: Sequence[str]) -> Any:
+    async def _read_input(self, name: str, annotation: Any, urls: Sequence[str], parameter: str) -> Any:
         if len(urls) == 1 and takes_frames(name, annotation):
-            return await self.media.video(urls[0], name)
+            return await self.media.video(urls[0], parameter)
         if not takes_images(name, annotation):
             raise VLLMValidationError(
-                f"{name} is a tensor for this model's pipeline, which requests cannot have; OmniLLM can", parameter=name
+                f"{name} is a tensor for this model's pipeline, which HTTP requests cannot have; OmniLLM takes it",
+                parameter=parameter,
             )
-        images = await self.media.images(urls, name)
+        images = await self.media.images(urls, parameter)
         return images[0] if len(images) == 1 else images
 
     def generate(

@@ -47,14 +47,14 @@ _ARGUMENT = re.compile(r"extra_args\[(\w+)\]$")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
-def as_urls(value: Any) -> Any:
+def as_urls(value: Any, field: str = "image_url") -> Any:
     """An image field as a list of addresses; pydantic refuses any other value.
 
     It has one address or a list; each is a string, or an object with it as `image_url` (a string, or an object with
     `url`). `detail` beside an address has no effect.
     """
     entries = value if isinstance(value, list) else [value]
-    return [_as_url(entry, "image_url") for entry in entries]
+    return [_as_url(entry, field) for entry in entries]
 
 
 def _as_url(entry: Any, field: str) -> Any:
@@ -64,13 +64,20 @@ def _as_url(entry: Any, field: str) -> Any:
     return entry
 
 
+def _as_media_urls(value: Any) -> Any:
+    return as_urls(as_urls(value), "video_url")
+
+
 def _as_sound_url(value: Any) -> Any:
     """The address of one sound, which a form has in a list."""
     return _as_url(value[0] if isinstance(value, list) and len(value) == 1 else value, "audio_url")
 
 
-ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
+ImageUrls = Annotated[list[str], BeforeValidator(lambda value: as_urls(value))]
 """Addresses or data URIs of images; also a single one, and objects with an `image_url`."""
+
+MediaUrls = Annotated[list[str], BeforeValidator(_as_media_urls), Field(min_length=1, max_length=MAX_IMAGES)]
+"""The same of images and videos."""
 
 SoundUrl = Annotated[str, BeforeValidator(_as_sound_url), Field(min_length=1)]
 """The address or data URI of a sound; also an object with an `audio_url`."""
@@ -284,7 +291,7 @@ class InputsRequest(MediaRequest):
     """A request that may have further media of the pipeline, by its own names."""
 
     prompt: Prompt = ""
-    inputs: dict[str, ImageUrls] | None = Field(
+    inputs: dict[str, MediaUrls] | None = Field(
         None,
         max_length=MAX_IMAGES,
         description="Further media of the model's pipeline, by its own names (control_image, video, last_image, ...): "

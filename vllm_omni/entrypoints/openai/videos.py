@@ -121,7 +121,8 @@ class ServingVideos(DiffusionEndpoint):
         self.check_prompt(request.prompt)
         settings = self._settings(request)
         first, urls = request.input_reference or [], dict(request.inputs or {})
-        if first and self.info is not None and "video" in self.info.needed_media(self.info.pipeline_class):
+        takes = [] if self.info is None else self.info.media
+        if first and "video" in takes and "image" not in takes:
             first, urls = [], {"video": first, **urls}
         self._check_size(settings, [*(["image"] if first else []), *urls])
         images = await self.media.images(first, "input_reference")

@@ -188,13 +188,14 @@ def _stable_diffusion_xl(name: str) -> dict[str, Any]:
 
 
 def _animate_diff(name: str) -> dict[str, Any]:
-    tokenizer = make_clip_tokenizer()
+    tokenizer, unet = make_clip_tokenizer(), _unet()
     return {
         "vae": _vae(),
         "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
         "tokenizer": tokenizer,
-        "unet": _unet(),
+        "unet": unet,
         "scheduler": _ddim(),
+        **_controlled(name, unet),
         "motion_adapter": MotionAdapter(
             block_out_channels=CHANNELS,
             motion_layers_per_block=1,
@@ -313,6 +314,11 @@ _SHARED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "FluxInpaintPipeline": ("flux", dict),
     "FluxFillPipeline": ("flux", lambda: {"transformer": _flux(4 * (2 * 16 + 64))}),
     "FluxControlPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "FluxControlImg2ImgPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "FluxControlInpaintPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "FluxKontextInpaintPipeline": ("flux", dict),
+    "Flux2KleinInpaintPipeline": ("flux2_klein", dict),
+    "LucyEditPipeline": ("wan", lambda: {"transformer": WanTransformer3DModel(**_WAN, in_channels=2 * 16)}),
     "QwenImageInpaintPipeline": ("qwen_image", dict),
     "ZImageInpaintPipeline": ("z_image", dict),
     "WanVideoToVideoPipeline": ("wan", dict),

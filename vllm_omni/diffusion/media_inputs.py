@@ -160,7 +160,8 @@ class MediaReader:
         if not any(name in str(annotation) for name in ("Tensor", "ndarray")):
             raise self._refusal(value, annotation)
         if value.ndim > 2 and _VISUAL.search(self._name):
-            check_pixels(*value.shape[-2:], self._config.max_pixels, self._where)
+            height, width = value.shape[-2:]
+            check_pixels(height, width, self._config.max_pixels, self._where)
         is_array = isinstance(value, np.ndarray) and "ndarray" in str(annotation)
         try:
             tensor = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach().cpu()

@@ -122,11 +122,11 @@ _MOST_TOKENS = 1024
 
 def _check_cost(name: str, given: Any, pipeline_class: type, config: DiTConfig) -> None:
     if isinstance(given, list):
-        limit = "max_steps" if name in ("sigmas", "timesteps") else "max_frames"
-        if len(given) > getattr(config, limit):
+        of_list = "max_steps" if name in ("sigmas", "timesteps") else "max_frames"
+        if len(given) > getattr(config, of_list):
             raise ValueError(
-                f"extra_args: {name!r} has {len(given)} values; this stage allows at most {getattr(config, limit)} "
-                f"({limit})"
+                f"extra_args: {name!r} has {len(given)} values; this stage allows at most {getattr(config, of_list)} "
+                f"({of_list})"
             )
     limit = next((limit for pattern, limit in _COSTS if pattern.search(name)), None)
     if limit is None:

@@ -188,10 +188,12 @@ def test_transparent_pixels_of_a_mask_are_edited(app: FastAPI) -> None:
     async def main(client: openai.AsyncOpenAI) -> list[str | None]:
         edited = await client.images.edit(**common, mask=masked(64), extra_body=extra)
         whole = await client.images.edit(**common, extra_body=extra)
-        return [answer.data[0].b64_json for answer in (edited, whole)]  # type: ignore[index]
+        named = await client.images.edit(**common, extra_body={**extra, "inputs": {"mask_image": uris[1]}})
+        return [answer.data[0].b64_json for answer in (edited, whole, named)]  # type: ignore[index]
 
-    edited, whole = use(app, main)
     uris = ["data:image/png;base64," + base64.b64encode(each).decode() for each in (photo, file.getvalue())]
+    edited, whole, named = use(app, main)
+    assert named == edited
     given = {"prompt": "at night", "size": "64x64", "image": uris[0], **extra}
     alike = send(app, "POST", "/v1/images/edits", json={**given, "mask_image": uris[1]}).json()
     nested = send(app, "POST", "/v1/images/edits", json={**given, "inputs": {"mask_image": uris[1]}}).json()

@@ -43,6 +43,7 @@ _MAX_NAME = 100  # Characters of a client's word in an error.
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
 _INDEX = re.compile(r"\[[0-9]*\]$")
+_INPUT = re.compile(r"^inputs\[(\w+)\]$")
 _ARGUMENT = re.compile(r"extra_args\[(\w+)\]$")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
@@ -314,8 +315,10 @@ async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
-            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`.
+            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`
+            # or `inputs[control_image]`.
             name = _INDEX.sub("", key).removesuffix("[image_url]").removesuffix("[audio_url]")
+            name = _INPUT.sub(r"\1", name)
             if value == "" or (isinstance(value, UploadFile) and not value.filename and not value.size):
                 continue  # A page sends its unfilled fields, too.
             if (argument := _ARGUMENT.match(key)) and isinstance(value, str):

@@ -102,7 +102,6 @@ MEDIA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "WanImageToVideoPipeline": (FIRST_AND_LAST, {**SMALL, "num_frames": 5}),
     "WanVACEPipeline": ({"video": FRAMES, "mask": [GREY] * 5}, {**SMALL, "num_frames": 5}),
     "LTX2ConditionPipeline": ({"conditions": CONDITIONS}, SMALL_LTX2),
-    "KandinskyV22InpaintCombinedPipeline": (MASK, {**SMALL, "prior_num_inference_steps": 2}),
     "IFInpaintingPipeline": (MASK_32, CHANGED),
     "StableVideoDiffusionPipeline": ({"image": FRAMES[0]}, {**SMALL, "num_frames": 2, "decode_chunk_size": 2}),
     "StableDiffusionImageVariationPipeline": ({"image": FRAMES[0]}, SMALL),

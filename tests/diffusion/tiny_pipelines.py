@@ -476,11 +476,7 @@ def _kandinsky_2_2(name: str) -> dict[str, Any]:
     tokenizer = make_clip_tokenizer()
     return {
         "unet": _unet(
-            in_channels=_unet_channels(name),
-            out_channels=8,
-            addition_embed_type="image",
-            encoder_hid_dim_type="image_proj",
-            **_SIMPLE_ATTENTION,
+            out_channels=8, addition_embed_type="image", encoder_hid_dim_type="image_proj", **_SIMPLE_ATTENTION
         ),
         "scheduler": _ddim(),
         "movq": _movq(),

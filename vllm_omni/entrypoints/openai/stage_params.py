@@ -166,8 +166,8 @@ def _checked(name: str, value: Any) -> Any:
         return value
     try:
         params = convert({name: value}, DiffusionSamplingParams)
-        check_values(params)
         _check_arguments(params.extra_args)
+        check_values(params)
     except msgspec.ValidationError as error:
         raise VLLMValidationError(f"{name}: {split_error(error)[0]}", parameter=name) from error
     except (ValueError, TypeError) as error:
@@ -180,6 +180,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 _MAX_ARGUMENT_VALUES = 1_000
+_MAX_ARGUMENT_DEPTH = 4
 _MAX_ARGUMENT_CHARACTERS = 32_000
 _LARGEST_ARGUMENT = 10_000
 """A number whose cost nobody knows."""
@@ -199,8 +200,12 @@ def _check_arguments(extra_args: Mapping[str, Any]) -> None:
             raise ValueError(f"extra_args: {name!r} has more than {_MAX_ARGUMENT_CHARACTERS} characters")
 
 
-def _flattened(value: Any) -> list[Any]:
-    return [each for item in value for each in _flattened(item)] if isinstance(value, list) else [value]
+def _flattened(value: Any, depth: int = 0) -> list[Any]:
+    if not isinstance(value, list):
+        return [value]
+    if depth == _MAX_ARGUMENT_DEPTH:
+        raise ValueError(f"extra_args has lists in more than {_MAX_ARGUMENT_DEPTH} lists")
+    return [each for item in value for each in _flattened(item, depth + 1)]
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.media_inputs import call_parameters
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
@@ -66,6 +67,9 @@ class PipelineDescription(BaseModel):
 
     model: str = Field(description="The first name that it is served under.")
     inputs: list[str] = Field(description="What it reads: `text`, `image`, `audio`, `video`.")
+    media: list[str] = Field(
+        description="Of diffusers pipelines: the names of their media (`image`, `mask_image`, ...)."
+    )
     outputs: list[str] = Field(description="What it makes: `text`, `audio`, `image`, `video`.")
     endpoints: list[str] = Field(description="The endpoints that make something with it.")
     speech_fields: list[str] = Field(description="Fields of requests for speech beside OpenAI's.")
@@ -110,6 +114,7 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
     return PipelineDescription(
         model=app.state.openai_serving_models.base_model_paths[0].name,
         inputs=["text", *_media_inputs(client, infos)],
+        media=list(dict.fromkeys(name for info in infos.values() for name in info.media)),
         outputs=client.config.output_types,
         endpoints=_endpoints(app, client),
         speech_fields=sorted(client.prompt_fields),

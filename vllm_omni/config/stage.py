@@ -221,8 +221,6 @@ class StageKind:
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
             checkpoint is, and the file that tells.
-        model_kind: The `engine_type` that the stage has in its place where an override gives it a checkpoint; None: it
-            remains as it is.
     """
 
     has_function = False
@@ -267,8 +265,12 @@ class StageKind:
         """The `engine_type` that an override may give the stage instead."""
         return None
 
-    @property
-    def model_kind(self) -> str | None:
+    def kind_with(self, checkpoint: str) -> str | None:
+        """The `engine_type` that the stage has instead where an override gives it this checkpoint; None: its own.
+
+        Args:
+            checkpoint: Empty: any.
+        """
         return None
 
     @property

@@ -51,8 +51,8 @@ class Transformers(StageKind):
         self.check_output_type()
         if self.stage.final_output_type not in (None, self.makes):
             raise StageConfigError(
-                f"{self.stage.label}: final_output_type: this stage makes {self.makes}; a transformers stage makes audio "
-                "of a text, or, with accepts: audio, text of a sound"
+                f"{self.stage.label}: final_output_type: this stage makes {self.makes}; a transformers stage makes "
+                "audio of a text, or, with accepts: audio, text of a sound"
             )
 
     def known_arguments(self) -> set[str]:

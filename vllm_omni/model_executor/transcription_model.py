@@ -40,11 +40,11 @@ _MIN_S = 0.1
 def find_transcription_class(hf_config: PretrainedConfig) -> str | None:
     """The name of the transformers class that makes text of a sound, of a checkpoint with this configuration; None if
     it is none that is known to."""
-    adapters = find_models().transcription_adapters
-    names = {*_CTC.values(), *_TRANSDUCERS.values(), *_GENERATING.values(), *adapters}
+    always = {*_CTC.values(), *_TRANSDUCERS.values(), *find_models().transcription_adapters}
     for name in hf_config.architectures or ():
-        model_class = getattr(transformers, name, None) if name in names else None
-        if model_class is not None and (name in adapters or "text" in getattr(model_class, "output_modalities", ())):
+        is_in_table = name in always or name in _GENERATING.values()
+        model_class = getattr(transformers, name, None) if is_in_table else None
+        if model_class is not None and (name in always or "text" in (model_class.output_modalities or ("text",))):
             return name
     return None
 

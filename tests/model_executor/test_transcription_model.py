@@ -12,7 +12,6 @@ import transformers as hf
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
-from tests.model_executor.tiny_speech import write_vits
 from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, write_ctc
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
@@ -29,7 +28,7 @@ from vllm_omni.stage.engines.transformers import TranscriptionFunction
 SECONDS = (1.0, 2.3, 1.7)
 SOUNDS = [make_sound(seconds, seed) for seed, seconds in enumerate(SECONDS)]
 NEEDS = {name: "librosa" for name in WRITERS if name.startswith("parakeet")}
-JOINS = {"wav2vec2": True, "hubert": True, "wavlm": True, "parakeet_ctc": True}
+JOINS = {"wav2vec2": True, "hubert": True, "parakeet_ctc": True}
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +89,7 @@ def test_a_checkpoint_is_a_stage_without_a_file(tiny: Callable[[str], Path]) -> 
         read_pipeline(OmniArgs(model=str(tiny("wav2vec2")), engine_args={"max_audio_clip_s": 0.1}))
 
 
-def test_it_hears_for_talk_in_one_line(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_it_hears_for_talk_in_one_line(tiny: Callable[[str], Path]) -> None:
     pytest.importorskip("hibari")
     model, folder = find_checkpoint("talk"), str(tiny("wav2vec2"))
     config = read_pipeline(OmniArgs(model=model, stage_overrides={"asr": {"model": folder}})).with_checkpoints
@@ -99,9 +98,6 @@ def test_it_hears_for_talk_in_one_line(tiny: Callable[[str], Path], tmp_path: Pa
     assert set(stage.engine_args) == {"model_stage", "model"}, "what is for vLLM's engine is dropped"
     own = read_pipeline(OmniArgs(model=model, stage_overrides={"asr": {"dtype": "float32"}})).with_checkpoints
     assert own.stages[0].kind.name == "AR"
-    write_vits(tmp_path)
-    with pytest.raises(StageConfigError):
-        read_pipeline(OmniArgs(model=model, stage_overrides={"asr": {"model": str(tmp_path)}}))
 
 
 class TestTimes:
@@ -114,7 +110,7 @@ class TestTimes:
         (found,) = run(function_of(path), SOUNDS[1], timestamps=True)
         assert found["text"] == expected["text"] and len(expected["chunks"]) > 5
         assert found["text"].split() == [chunk["text"] for chunk in expected["chunks"]]
-        times = torch.tensor([chunk["timestamp"] for chunk in expected["chunks"]])
+        times = torch.tensor([chunk["timestamp"] for chunk in expected["chunks"]], dtype=torch.float32)
         torch.testing.assert_close(found["word_times"], times, rtol=0, atol=0.05)
 
     def test_they_go_on_in_later_clips(self, tiny: Callable[[str], Path]) -> None:
@@ -200,8 +196,10 @@ def test_a_server_transcribes(tmp_path: Path) -> None:
         app = FakeServer(llm).app
         assert post().json()["text"] == expected
         assert post(response_format="text").text == expected
-        verbose = post(response_format="verbose_json", **{"timestamp_granularities[]": ["word", "segment"]}).json()
-        assert verbose["text"] == expected and verbose["duration"] == pytest.approx(SECONDS[1], abs=0.01)
+        wanted = {"timestamp_granularities[]": ["word", "segment"]}
+        verbose = post(response_format="verbose_json", **wanted).json()
+        assert verbose.get("text") == expected, verbose
+        assert verbose["duration"] == pytest.approx(SECONDS[1], abs=0.01)
         assert [word["word"] for word in verbose["words"]] == expected.split()
         assert " ".join(segment["text"] for segment in verbose["segments"]).split() == expected.split()
         assert "words" not in post(response_format="verbose_json").json()

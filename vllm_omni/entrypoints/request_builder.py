@@ -337,10 +337,12 @@ class RequestBuilder:
         return reads_it and stage.kind.speaks_replies and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
-        """The stage at which a request begins that names one."""
+        """The stage at which a request begins that names one; of one that does not, the only stage, if it reads sounds
+        of callers."""
         name = prompt.get("stage")
         if name is None:
-            return None
+            stages = self._config.stage_args
+            return stages[0] if len(stages) == 1 and stages[0].accepts == "audio" else None
         accepting = {stage.name: stage for stage in self._config.stage_args if stage.accepts is not None}
         if name not in accepting:
             known = f"it has {', '.join(accepting)}" if accepting else "it has none"

@@ -257,6 +257,8 @@ async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
                 continue  # A page sends its unfilled fields, too.
             if name == file_field:
                 fields.setdefault(name, []).append(await _as_data_uri(value, name))
+            elif key in fields and key.endswith("[]"):
+                fields[key] = [*(fields[key] if isinstance(fields[key], list) else [fields[key]]), value]
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)
             else:

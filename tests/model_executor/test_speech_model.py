@@ -43,7 +43,7 @@ def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 def open_model(path: Path) -> tuple[Transformers, SpeechModel]:
-    (stage,) = read_pipeline(OmniArgs(model=str(path))).with_checkpoints.stage_args
+    stage = read_pipeline(OmniArgs(model=str(path))).with_checkpoints.stage_args[-1]
     assert isinstance(stage.kind, Transformers)
     return stage.kind, stage.kind.open_model(str(path))
 

@@ -12,7 +12,9 @@ import transformers as hf
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
-from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, write_ctc
+from tests.model_executor.tiny_speech import TEXTS as SPOKEN
+from tests.model_executor.tiny_speech import seamless_sound, write_seamless
+from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, seamless_text, write_ctc
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.utils import find_checkpoint
@@ -25,6 +27,7 @@ from vllm_omni.kinds.transformers import TranscribingTransformers
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines.transformers import TranscriptionFunction
 
+TEXT = SPOKEN[0]
 SECONDS = (1.0, 2.3, 1.7)
 SOUNDS = [make_sound(seconds, seed) for seed, seconds in enumerate(SECONDS)]
 NEEDS = {name: "librosa" for name in WRITERS if name.startswith("parakeet")}
@@ -224,3 +227,31 @@ def test_a_model_without_times_refuses_subtitles(tiny: Callable[[str], Path]) ->
                 assert "not when" in answer.text
             else:
                 assert answer.json()["text"] == TEXTS["moonshine"](path, SOUNDS[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["", "v2"])
+def test_seamless_transcribes_translates_and_speaks(version: str, tmp_path: Path) -> None:
+    write_seamless(tmp_path, version)
+    stages = read_pipeline(OmniArgs(model=str(tmp_path))).with_checkpoints.stage_args
+    assert [(stage.name, stage.accepts) for stage in stages] == [("asr", "audio"), ("speech", "text")]
+    german, english = (seamless_text(tmp_path, SOUNDS[1], version, language) for language in ("deu", "eng"))
+    assert german and english and german != english
+
+    def post(task: str, **fields: Any) -> Any:
+        files = {"file": ("a.wav", as_wav(SOUNDS[1], RATE))}
+        return send(app, "POST", f"/v1/audio/{task}", files=files, data=fields)
+
+    with AsyncOmniLLM(str(tmp_path)) as llm:
+        app = FakeServer(llm).app
+        assert post("transcriptions", language="de").json()["text"] == german
+        assert post("translations").json()["text"] == english
+        for fields, problem in (({}, "has to be told"), ({"language": "fr"}, "does not write 'fr'")):
+            refused = post("transcriptions", **fields)
+            assert refused.status_code == 400 and problem in refused.text, refused.text
+        body = {"input": TEXT, "response_format": "pcm", "stream": False, "language": "eng", "source_language": "eng"}
+        spoken = send(app, "POST", "/v1/audio/speech", json=body)
+        assert spoken.status_code == 200, spoken.text
+        expected = seamless_sound(tmp_path, TEXT, version=version).clamp(-1, 1)
+        samples = torch.from_numpy(np.frombuffer(spoken.content, "<i2") / 32768).float()
+        torch.testing.assert_close(samples, expected, rtol=0, atol=1e-3)

@@ -196,3 +196,13 @@ TEXTS: dict[str, Callable[[Path, np.ndarray], str]] = {
     "speech_to_text": partial(generated_text, kind="Speech2Text", max_new_tokens=30),
     "kyutai_stt": partial(generated_text, kind="KyutaiSpeechToText"),
 }
+
+
+def seamless_text(path: Path, sound: np.ndarray, version: str, language: str = "eng") -> str:
+    """Of a checkpoint of `tiny_speech.write_seamless`."""
+    model = getattr(hf, f"SeamlessM4T{version}Model").from_pretrained(path).eval()
+    processor = hf.AutoProcessor.from_pretrained(path)
+    with torch.inference_mode():
+        inputs = processor(audio=sound, sampling_rate=RATE, return_tensors="pt")
+        tokens = model.generate(**inputs, tgt_lang=language, generate_speech=False)
+    return processor.batch_decode(getattr(tokens, "sequences", tokens), skip_special_tokens=True)[0]

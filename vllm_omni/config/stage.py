@@ -218,6 +218,7 @@ class StageKind:
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
         verbs: What an operator can ask of it (`vllm_omni.control`).
+        text_has_tensors: Callers receive the tensors that it makes beside a text; else only other stages do.
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
             checkpoint is, and the file that tells.
@@ -235,6 +236,7 @@ class StageKind:
     quantization: str | None = None
     spins = False
     verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
+    text_has_tensors = False
     speaks_replies = False
     checkpoint_is = ""
     checkpoint_file = ""

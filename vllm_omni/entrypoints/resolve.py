@@ -192,19 +192,23 @@ def _is_path(name: str) -> bool:
 
 
 def _single_stage(args: OmniArgs) -> PipelineConfig:
-    """A diffusers pipeline, or a model of transformers that speaks or transcribes, as the only stage."""
+    """A diffusers pipeline, or a model of transformers that speaks or transcribes, as the only stage; two stages of one
+    that does both, each for requests that name it or give it what it reads."""
     if is_diffusers_model(args.model, args.engine_args.get("revision")):
-        stage = _diffusion_stage(args)
-    elif is_speech_checkpoint(args.model, args.engine_args):
-        stage = _transformers_stage("speech", "text", "audio")
-    else:
-        stage = _transformers_stage("asr", "audio", "text")
-    return PipelineConfig(stage_args=[stage])
+        return PipelineConfig(stage_args=[_diffusion_stage(args)])
+    stages = []
+    if is_transcription_checkpoint(args.model, args.engine_args):
+        stages.append(_transformers_stage(0, "asr", "audio", "text"))
+    if is_speech_checkpoint(args.model, args.engine_args) or not stages:
+        stages.append(_transformers_stage(len(stages), "speech", "text", "audio"))
+    return PipelineConfig(stage_args=stages)
 
 
-def _transformers_stage(name: str, accepts: Literal["text", "audio"], output_type: str) -> OmniStageConfig:
+def _transformers_stage(
+    stage_id: int, name: str, accepts: Literal["text", "audio"], output_type: str
+) -> OmniStageConfig:
     return OmniStageConfig(
-        stage_id=0,
+        stage_id=stage_id,
         engine_type="transformers",
         engine_args={"model_stage": name},
         accepts=accepts,

@@ -133,6 +133,7 @@ class TranscribingTransformers(Transformers):
     makes = "text"
     speaks_replies = False
     gives_text = True
+    text_has_tensors = True
     checkpoint_is = "a model of transformers that transcribes"
 
     @property

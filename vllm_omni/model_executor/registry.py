@@ -83,6 +83,8 @@ SPEECH_ADAPTERS: dict[str, str] = {
 
 TRANSCRIPTION_ADAPTERS: dict[str, str] = {
     "KyutaiSpeechToTextForConditionalGeneration": f"{_TRANSCRIBING}:KyutaiSpeechToText",
+    "SeamlessM4TForSpeechToText": f"{_TRANSCRIBING}:SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2ForSpeechToText": f"{_TRANSCRIBING}:SeamlessM4TForSpeechToText",
 }
 """By the class of transformers: what its tables do not tell."""
 

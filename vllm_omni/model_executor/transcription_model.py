@@ -31,6 +31,7 @@ _TRANSDUCERS = {
     for table in ("RNNT", "TDT")
     for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {}).items()
 }
+_SPEAKING = frozenset(modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES.values())
 _MAX_TOKENS = 448
 """Of a text, of a model that declares no limit."""
 _MIN_S = 0.1
@@ -41,11 +42,14 @@ def find_transcription_class(hf_config: PretrainedConfig) -> str | None:
     """The name of the transformers class that makes text of a sound, of a checkpoint with this configuration; None if
     it is none that is known to."""
     always = {*_CTC.values(), *_TRANSDUCERS.values(), *find_models().transcription_adapters}
+    generating = {*_GENERATING.values()} - _SPEAKING
     for name in hf_config.architectures or ():
-        is_in_table = name in always or name in _GENERATING.values()
-        model_class = getattr(transformers, name, None) if is_in_table else None
-        if model_class is not None and (name in always or "text" in (model_class.output_modalities or ("text",))):
+        model_class = getattr(transformers, name, None)
+        makes = getattr(model_class, "output_modalities", None) or ("text",)
+        if model_class is not None and (name in always or (name in generating and "text" in makes)):
             return name
+        if {"audio", "text"} <= {*makes} and hf_config.model_type in _GENERATING:  # It speaks, too.
+            return _GENERATING[hf_config.model_type]
     return None
 
 

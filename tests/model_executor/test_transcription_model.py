@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers that transcribe: their texts are those of transformers alone."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,13 +234,15 @@ def test_a_model_without_times_refuses_subtitles(tiny: Callable[[str], Path]) ->
 @pytest.mark.parametrize("version", ["", "v2"])
 def test_seamless_transcribes_translates_and_speaks(version: str, tmp_path: Path) -> None:
     write_seamless(tmp_path, version)
+    generation = tmp_path / "generation_config.json"  # Random weights write marks, too.
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"suppress_tokens": [0, 1, 2, 3, 4, 33, 34]}))
     stages = read_pipeline(OmniArgs(model=str(tmp_path))).with_checkpoints.stage_args
     assert [(stage.name, stage.accepts) for stage in stages] == [("asr", "audio"), ("speech", "text")]
-    german, english = (seamless_text(tmp_path, SOUNDS[1], version, language) for language in ("deu", "eng"))
+    german, english = (seamless_text(tmp_path, SOUNDS[0], version, language) for language in ("deu", "eng"))
     assert german and english and german != english
 
     def post(task: str, **fields: Any) -> Any:
-        files = {"file": ("a.wav", as_wav(SOUNDS[1], RATE))}
+        files = {"file": ("a.wav", as_wav(SOUNDS[0], RATE))}
         return send(app, "POST", f"/v1/audio/{task}", files=files, data=fields)
 
     with AsyncOmniLLM(str(tmp_path)) as llm:

@@ -55,7 +55,7 @@ def write_ctc(path: Path, kind: str = "Wav2Vec2", *, word_end: str = "p", masks:
     spread(model.lm_head)
     model.lm_head.bias.data[1:4] -= 30  # Marks that are not spoken.
     model.save_pretrained(path)
-    (path / "vocab.json").write_text(json.dumps(vocabulary))
+    (path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     extractor = hf.Wav2Vec2FeatureExtractor(return_attention_mask=masks, do_normalize=True)
     tokenizer = hf.Wav2Vec2CTCTokenizer(str(path / "vocab.json"))
     hf.Wav2Vec2Processor(extractor, tokenizer).save_pretrained(path)

@@ -21,7 +21,7 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.openai.transcriptions import as_wav
 from vllm_omni.entrypoints.resolve import read_pipeline
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import CALLER
 from vllm_omni.inputs import StageRequest
 from vllm_omni.kinds.transformers import TranscribingTransformers
@@ -186,6 +186,8 @@ def test_a_pipeline_transcribes(tiny: Callable[[str], Path]) -> None:
         outputs = llm.generate(prompts, use_tqdm=False)
         for sound, output in zip(SOUNDS, outputs, strict=True):
             assert output.outputs[0].text == TEXTS["wav2vec2"](path, sound)
+        with pytest.raises(InvalidRequestError, match="there is no sound"):
+            llm.generate(["a text"], use_tqdm=False)
 
 
 @pytest.mark.slow

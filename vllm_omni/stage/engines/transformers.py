@@ -203,6 +203,8 @@ class TranscriptionFunction(ModelFunction):
         self._have_text: set[str] = set()  # by request
 
     def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
+        if not sources:
+            raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
         (source,) = sources.values()
         rate = self.opened.sample_rate
         sound = resample_audio_pyav(source.tensors["audio"].numpy(), orig_sr=SOUND_RATE, target_sr=rate)
@@ -224,6 +226,8 @@ class TranscriptionFunction(ModelFunction):
     def result(self, request: StageRequest, sources: Sources, output: torch.Tensor | None) -> dict[str, Any]:
         if output is None:
             return {"text": ""}
+        if not sources:
+            raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
         (source,) = sources.values()
         rate = self.opened.sample_rate
         parameters = convert(request.parameters, self.parameters)

@@ -277,7 +277,7 @@ class GeneratingModel(TranscriptionModel):
 
     @cached_property
     def parameters(self) -> type[msgspec.Struct]:
-        found = [("language", str | None, None)] if self._language_argument else []
+        found: list[Any] = [("language", str | None, None)] if self._language_argument else []
         if self._request_arguments.get("target_language"):
             found.append(("task", Literal["transcribe", "translate"], "transcribe"))
         return msgspec.defstruct("TranscriptionParameters", found, bases=(super().parameters,), frozen=True)

@@ -126,7 +126,7 @@ class TransformersModel:
 
     @property
     def load_arguments(self) -> dict[str, Any]:
-        """Of every `from_pretrained`."""
+        """The arguments of every `from_pretrained`."""
         return {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
 
     def load(self, device: torch.device) -> None:

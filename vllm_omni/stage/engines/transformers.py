@@ -76,7 +76,7 @@ class ModelFunction(BatchFunction):
         raise NotImplementedError
 
     def size(self, item: Any) -> int:
-        """Of what `read` returns: items of equal sizes have no padding."""
+        """The size of what `read` returns: items of equal sizes have no padding."""
         raise NotImplementedError
 
     def result(self, request: StageRequest, sources: Sources, output: torch.Tensor | None) -> dict[str, Any]:

@@ -229,11 +229,10 @@ class StageKind:
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
         verbs: What an operator can ask of it (`vllm_omni.control`).
+        text_has_tensors: Callers receive the tensors that it makes beside a text; else only other stages do.
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
             checkpoint is, and the file that tells.
-        model_kind: The `engine_type` that the stage has in its place where an override gives it a checkpoint; None: it
-            remains as it is.
     """
 
     has_function = False
@@ -248,6 +247,7 @@ class StageKind:
     quantization: str | None = None
     spins = False
     verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
+    text_has_tensors = False
     speaks_replies = False
     checkpoint_is = ""
     checkpoint_file = ""
@@ -278,8 +278,12 @@ class StageKind:
         """The `engine_type` that an override may give the stage instead."""
         return None
 
-    @property
-    def model_kind(self) -> str | None:
+    def kind_with(self, checkpoint: str) -> str | None:
+        """The `engine_type` that the stage has instead where an override gives it this checkpoint; None: its own.
+
+        Args:
+            checkpoint: Empty: any.
+        """
         return None
 
     @property

@@ -42,8 +42,7 @@ class Function(Fake):
     def replaceable_by(self) -> str | None:
         return "AR" if self.stage.accepts == "audio" and not self.stage.engine_input_source else None
 
-    @property
-    def model_kind(self) -> str | None:
+    def kind_with(self, checkpoint: str) -> str | None:
         from vllm_omni.function_stage import load_function_stage
 
         function = load_function_stage(self.stage)

@@ -166,6 +166,20 @@ class Transcribing(Autoregressive):
     def replaceable_by(self) -> str | None:
         return "function" if self.accepts_input else None
 
+    def kind_with(self, checkpoint: str) -> str | None:
+        from vllm_omni.engine.text_models import is_of_vllm
+        from vllm_omni.model_executor.transcription_model import find_transcription_class
+        from vllm_omni.model_executor.transformers_model import load_config
+        from vllm_omni.model_packages import find_models
+
+        if not checkpoint or checkpoint in find_models().made_checkpoints:
+            return None
+        try:
+            hf_config = load_config(checkpoint, {})
+        except Exception:  # Of any library that reads it; it is reported where the stage reads it.
+            return None
+        return None if is_of_vllm(hf_config) or find_transcription_class(hf_config) is None else "transformers"
+
     def check(self) -> None:
         super().check()
         where = self.stage.label

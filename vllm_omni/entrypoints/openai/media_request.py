@@ -327,6 +327,8 @@ async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str
                 fields.setdefault("extra_args", _as_json(value))
             elif name in file_fields:
                 fields.setdefault(name, []).append(await _as_data_uri(value, name))
+            elif key in fields and key.endswith("[]"):
+                fields[key] = [*(fields[key] if isinstance(fields[key], list) else [fields[key]]), value]
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)
             else:

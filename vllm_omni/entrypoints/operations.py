@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 from vllm_omni.control import (
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
     from vllm.lora.request import LoRARequest
 
-    from vllm_omni.config.stage import OmniStageConfig
     from vllm_omni.entrypoints.pipeline import Pipeline
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -277,14 +277,13 @@ class PipelineOperations:
             if self._update is None:
                 raise InvalidControlError("start_weight_update must be called before update_weights")
             update, self._update = self._update, None
-            stage_ids = self._weight_stages(stage)
-            path = _weights_path(_field(request, "update_info"))
-            given = sorted(update.keys() & set(stage_ids))
+            paths = self._weight_paths(_weights_path(_field(request, "update_info")), stage)
+            given = sorted(update.keys() & paths.keys())
             if given:
                 label = self._pipeline.config.stages[given[0]].label
                 raise InvalidControlError(f"update_info: this update has a folder for {label}; give all of it in one")
-            self._ask(CheckWeights(weights_path=path), stage_ids)
-            self._update = update | dict.fromkeys(stage_ids, path)
+            self._ask_by_path(CheckWeights, paths)
+            self._update = update | paths
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Waits for the requests that run, and changes the weights of all replicas; requests that come meanwhile wait.
@@ -316,12 +315,8 @@ class PipelineOperations:
                     orchestrator.resume().result()
 
     def _change_weights(self, update: dict[int, str], weight_version: str | None) -> None:
-        stage_ids: dict[str, list[int]] = {}
-        for stage_id, path in update.items():
-            stage_ids.setdefault(path, []).append(stage_id)
         try:
-            for path, ids in stage_ids.items():
-                self._ask(LoadWeights(weights_path=path), ids)
+            self._ask_by_path(LoadWeights, update)
         except BaseException:
             self._ask(DropWeights(), list(update))
             raise
@@ -330,6 +325,29 @@ class PipelineOperations:
             self._ask(CommitWeights(weights_path=path, weight_version=version), [stage_id])
         if weight_version is not None and not update:
             self.update_weight_version(weight_version)
+
+    def _weight_paths(self, path: str, stage: str | int | None) -> dict[int, str]:
+        """The folder for each stage, by stage id. Where a stage's checkpoint is a folder of the pipeline's, it is that
+        folder in `path`; without one the stage's weights do not change."""
+        model = Path(self._pipeline.orchestrator.model)
+        paths = {}
+        for stage_id in self._weight_stages(stage):
+            own = Path(self._pipeline.config.stages[stage_id].checkpoint(str(model)))
+            inside = path
+            if own != model and own.is_relative_to(model):
+                inside = str(Path(path, own.relative_to(model)))
+            if Path(inside).is_dir() or inside == path:
+                paths[stage_id] = inside
+            elif stage is not None:
+                paths[stage_id] = path
+        return paths
+
+    def _ask_by_path(self, verb: type[CheckWeights | LoadWeights], paths: dict[int, str]) -> None:
+        stage_ids: dict[str, list[int]] = {}
+        for stage_id, path in paths.items():
+            stage_ids.setdefault(path, []).append(stage_id)
+        for path, ids in stage_ids.items():
+            self._ask(verb(weights_path=path), ids)
 
     def update_weight_version(self, new_version: str, stage: str | int | None = None) -> None:
         """Calls the weights of a stage, or of all, by another version."""

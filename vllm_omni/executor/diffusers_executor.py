@@ -31,6 +31,7 @@ class DiffusersPipelineExecutor:
         is_serial = config.cache_backend is not None or config.offload == "model"
         self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
         self.on_shape: Callable[[Hashable], None] = lambda shape: None
+        self._config, self._memory = config, memory
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()

@@ -201,6 +201,11 @@ class Orchestrator:
         self._command(lambda: self._operations.call(verb, stage_ids, timeout, result))
         return result
 
+    @property
+    def model(self) -> str:
+        """The checkpoint of the pipeline."""
+        return self._specs.model
+
     def weight_version(self, stage_id: int) -> str:
         """Of the weights that the stage has to have."""
         return self._specs.weights.get(stage_id, StageWeights()).version

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 _INDEX = ".safetensors.index.json"
-_WEIGHTS = (".safetensors", _INDEX, ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")
+_WEIGHTS = (".safetensors", _INDEX)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ OPERATION = {
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}", "/pause", "/resume",
     "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/reset_mm_cache",
     "/reset_encoder_cache", "/collective_rpc", "/server_info", "/start_profile", "/stop_profile",
+    "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
 }  # fmt: skip
 """vLLM's own, in its development mode, and with its other options for operators."""
 NOT_ALWAYS = {"/start_profile", "/stop_profile", "/v1/decisions"}

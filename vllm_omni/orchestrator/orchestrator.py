@@ -612,6 +612,7 @@ class Orchestrator:
         elif stage.is_up:
             logger.error("%s: its weights are not those of the pipeline; it takes no requests", stage.label)
             self._supervisor.set_state(stage, StageState.OUTDATED)
+            self._router.on_stage_outdated(stage)
 
     def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)

@@ -125,10 +125,10 @@ class WeightFolder:
     def _link(self, folder: str, tensors: _Tensors, made: Path) -> None:
         known = self._known[folder]
         before, files = {tensor.file for tensor in known.values()}, {tensor.file for tensor in tensors.values()}
-        if len(before) == len(files) == 1:  # Libraries look for the name.
+        parts = tuple(self._parts(folder, tensors))
+        if parts == ("",) and len(before) == len(files) == 1:  # Libraries look for the name.
             (made / before.pop().name).symlink_to(files.pop().resolve())
             return
-        parts = tuple(self._parts(folder, tensors))
         indices = [] if any(parts) else next(iter(files)).parent.glob(f"*{_INDEX}")  # None has what is unchanged.
         for file in (*files, *indices):
             (made / file.name).symlink_to(file.resolve())

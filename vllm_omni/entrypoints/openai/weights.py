@@ -16,7 +16,7 @@ PATHS = ("/update_weights", "/update_weight_version", "/weight_info", "/get_worl
 
 router = APIRouter()
 
-Stage = Annotated[str | None, Query(description="The name or number of a stage. None: all.", examples=["thinker"])]
+Stage = Annotated[str | None, Query(description="The name or number of a stage. None: all.", examples=["writer"])]
 
 
 class UpdateInfo(BaseModel, extra="forbid"):
@@ -54,7 +54,7 @@ class WeightInfo(BaseModel):
     """The versions of weights."""
 
     weight_version: str | None = Field(description="Of all stages; none where they differ.", examples=["step-12"])
-    stages: dict[str, str] = Field(description="Of each stage.", examples=[{"thinker": "step-12", "talker": "step-12"}])
+    stages: dict[str, str] = Field(description="Of each stage.", examples=[{"writer": "step-12", "painter": "step-12"}])
 
 
 class WorldSize(BaseModel):

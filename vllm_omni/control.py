@@ -136,7 +136,9 @@ class CollectiveRPC(Verb, frozen=True):
     kwargs: dict[str, Any] = {}
 
 
-WEIGHT_VERBS = frozenset({CheckWeights, LoadWeights, CommitWeights, DropWeights, UpdateWeightVersion})
+WEIGHT_VERBS: frozenset[type[Verb]] = frozenset(
+    {CheckWeights, LoadWeights, CommitWeights, DropWeights, UpdateWeightVersion}
+)
 """Those of a stage whose weights can change while it runs."""
 
 AnyVerb = (

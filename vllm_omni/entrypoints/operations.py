@@ -415,7 +415,7 @@ class PipelineOperations:
 
 
 def _field(request: Any, name: str) -> Any:
-    """Of one of vLLM's requests for weights, or of a dict."""
+    """A field of one of vLLM's requests for weights, or of a dict."""
     try:
         return request[name] if isinstance(request, dict) else getattr(request, name)
     except KeyError as error:

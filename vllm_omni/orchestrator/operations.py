@@ -106,7 +106,7 @@ class Operations:
             self._calls.popleft().result.set_result([])
 
     def _set_weights(self, call: _Call) -> None:
-        """From now on a process that starts has the new weights: those that do not get them by the verb die of it."""
+        """Sets what processes have to have that start from now on: those that the verb does not reach die of it."""
         for stage_id in {stage.stage_id for stage in call.stages}:
             last = self._weights.get(stage_id, StageWeights())
             match call.verb:

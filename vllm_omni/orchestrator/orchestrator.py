@@ -207,7 +207,7 @@ class Orchestrator:
         return self._specs.model
 
     def weight_version(self, stage_id: int) -> str:
-        """Of the weights that the stage has to have."""
+        """The version of the weights that the stage has to have."""
         return self._specs.weights.get(stage_id, StageWeights()).version
 
     @property

@@ -110,19 +110,17 @@ class WeightFolder:
         """
         new = _read(Path(weights_path))
         with tempfile.TemporaryDirectory(prefix="weights-") as made:
-            for folder in self._folder.rglob("*"):
-                if folder.is_dir():
-                    Path(made, folder.relative_to(self._folder)).mkdir()
             for file in self._folder.rglob("*"):
                 place = file.relative_to(self._folder)
-                folder = _name(place.parent)
-                if file.is_file() and not (folder in new and place.name.endswith(_WEIGHTS)):
+                if file.is_file() and not (_name(place.parent) in new and place.name.endswith(_WEIGHTS)):
+                    Path(made, place).parent.mkdir(parents=True, exist_ok=True)
                     Path(made, place).symlink_to(file.resolve())
             for folder, tensors in new.items():
                 self._link(folder, tensors, Path(made, folder))
             yield Path(made)
 
     def _link(self, folder: str, tensors: _Tensors, made: Path) -> None:
+        made.mkdir(parents=True, exist_ok=True)
         known = self._known[folder]
         before, files = {tensor.file for tensor in known.values()}, {tensor.file for tensor in tensors.values()}
         parts = tuple(self._parts(folder, tensors))

@@ -85,7 +85,12 @@ class GPUARWorker(OmniGPUWorker):
         runner = self.model_runner
         if not isinstance(runner, FeedbackARModelRunner) or runner.strategy.sound_cache is None:
             return None
-        return lambda: runner.strategy.sound_cache.counts  # That of the weights that are computed with now.
+
+        def read() -> CacheCounts:
+            cache = runner.strategy.sound_cache  # That of the weights that are computed with now.
+            return CacheCounts() if cache is None else cache.counts
+
+        return read
 
 
 class GPUGenerationWorker(OmniGPUWorker):

@@ -2,11 +2,15 @@
 """Folders of new weights: which fit a checkpoint, and the checkpoint that they make."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config import CompilationMode
 
+from vllm_omni.control import CheckWeights
+from vllm_omni.stage.engines.llm import LLMStageEngine
 from vllm_omni.stage.weights import WeightFolder
 
 PLAIN = {"layers.0.weight": torch.zeros(2, 3), "layers.1.weight": torch.zeros(4), "norm.bias": torch.zeros(2)}
@@ -109,3 +113,22 @@ def test_networks_of_a_pipeline_of_diffusers(tmp_path: Path) -> None:
     write(tmp_path / "odd" / "unet", PLAIN)
     with pytest.raises(ValueError, match="the checkpoint has no weights in a folder 'unet'"):
         folder.check(str(tmp_path / "odd"))
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "problem"),
+    [
+        ("cuda", CompilationMode.NONE, "on a CPU only"),
+        ("cpu", CompilationMode.VLLM_COMPILE, "set enforce_eager: true"),
+    ],
+)
+def test_a_stage_that_keeps_its_weights_says_so_before_they_are_read(
+    device: str, mode: CompilationMode, problem: str
+) -> None:
+    engine = LLMStageEngine.__new__(LLMStageEngine)
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device), compilation_config=SimpleNamespace(mode=mode)
+    )
+    vars(engine).update(_engine=SimpleNamespace(vllm_config=config), _vllm_config=config)
+    with pytest.raises(ValueError, match=problem):
+        engine.control(CheckWeights(weights_path="/nowhere"))

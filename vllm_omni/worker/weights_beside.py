@@ -36,12 +36,11 @@ class WeightsBesideWorker(Worker):
     def load_weights_beside(self, folder: str) -> None:
         """Loads a checkpoint of the same model beside the one that is computed with.
 
+        The stage has refused it for a model that is compiled or on an accelerator: code and graphs belong to the first.
+
         Raises:
-            ValueError: On an accelerator, whose graphs and memory belong to the first model.
             Exception: It cannot be loaded.
         """
-        if self.device is not None and self.device.type != "cpu":
-            raise ValueError("the weights of a vLLM stage change while it runs on a CPU only; restart the pipeline")
         config, model, load = self.vllm_config.compilation_config, self.model_config, self.load_config
         runner, quantization = self.model_runner, self.vllm_config.quant_config
         attributes = dict(vars(runner))

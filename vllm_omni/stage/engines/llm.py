@@ -176,8 +176,12 @@ class LLMStageEngine(StageEngine):
 
     @cached_property
     def _weight_folder(self) -> WeightFolder:
-        config = self._engine.vllm_config.model_config
-        return WeightFolder(config.model, config.revision, self._part)
+        config = self._engine.vllm_config
+        if config.device_config.device_type != "cpu":
+            raise ValueError("the weights of a vLLM stage change while it runs on a CPU only; restart the pipeline")
+        if self.compiles_at_start():
+            raise ValueError("its compiled model keeps its weights; set enforce_eager: true")
+        return WeightFolder(config.model_config.model, config.model_config.revision, self._part)
 
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         self._engine.collective_rpc("load_weights_beside", args=(str(folder),))

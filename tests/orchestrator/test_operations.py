@@ -10,10 +10,11 @@ from tests.clock import Clock
 from tests.orchestrator.pipelines import FAR, TIMEOUT_S, error_of, fake_stage, make_config, texts
 from tests.orchestrator.test_failure import wait_until
 from tests.orchestrator.test_limits import STAGES, running
-from vllm_omni.control import AnyVerb, CollectiveRPC, Freeze, ResetMMCache, Thaw
-from vllm_omni.distributed.messages import ControlMessage, ControlResult
+from vllm_omni.control import AnyVerb, CollectiveRPC, CommitWeights, Freeze, ResetMMCache, Thaw
+from vllm_omni.distributed.messages import AbortMessage, ControlMessage, ControlResult
 from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError, RequestAbortedError
 from vllm_omni.launch.fake import FakeStage
+from vllm_omni.launch.spec_factory import StageWeights
 from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator import operations as operations_module
 from vllm_omni.orchestrator.operations import Operations
@@ -136,6 +137,33 @@ def test_a_replica_that_starts_is_frozen_as_the_others_are(stages: Stages) -> No
     stages.take()
     stages.operations.on_stage_up(stages.second)
     assert stages.take() == []
+
+
+def test_a_stage_that_dies_of_a_commit_gets_the_weights_in_its_next_process(stages: Stages) -> None:
+    """The others have them already, although the verb has failed."""
+    seen: list[tuple[str, bool]] = []
+    weights: dict[int, StageWeights] = {}
+    stages.operations = Operations(
+        stages.stages, weights, lambda stage: seen.append((stage.label, stages.operations.has_weights(stage)))
+    )
+    result = stages.ask(CommitWeights(weights_path="/new", weight_version="2"), 0)
+    number = stages.operations._number
+    stages.first.on_death("killed")
+    stages.operations.on_stage_down(stages.first)
+    with pytest.raises(ControlError, match=r"CommitWeights: stage 0 \(a\.0\) died before it had done it"):
+        result.result(0)
+    assert weights == {0: StageWeights("2", "/new")} and not stages.operations.has_weights(stages.first)
+    late = ControlResult(instance_id=stages.second.instance_id, number=number, weight_version="2")
+    stages.operations.on_result(stages.second, late)
+    assert seen == [("stage 0 (a.1)", True)]
+
+
+def test_a_stage_without_the_weights_is_asked_to_update_them(stages: Stages) -> None:
+    stages.first.state = StageState.OUTDATED
+    stages.ask(CommitWeights(weights_path="/new", weight_version="2"), 0)
+    assert [name for name, _ in stages.take()] == ["a.0", "a.1"]
+    stages.first.send(AbortMessage(request_ids=["r"]))
+    assert stages.log == []
 
 
 def test_the_end_of_the_pipeline_ends_all_calls(stages: Stages) -> None:

@@ -61,6 +61,12 @@ class OmniLLM(OmniBase):
     start_profile = blocking(PipelineOperations.start_profile)
     stop_profile = blocking(PipelineOperations.stop_profile)
     collective_rpc = blocking(PipelineOperations.collective_rpc)
+    init_weight_transfer_engine = blocking(PipelineOperations.init_weight_transfer_engine)
+    start_weight_update = blocking(PipelineOperations.start_weight_update)
+    update_weights = blocking(PipelineOperations.update_weights)
+    finish_weight_update = blocking(PipelineOperations.finish_weight_update)
+    update_weight_version = blocking(PipelineOperations.update_weight_version)
+    get_weight_version = blocking(PipelineOperations.get_weight_version)
 
     def _prepare(self) -> None:
         log_to_stderr()

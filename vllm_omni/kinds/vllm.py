@@ -9,6 +9,7 @@ import msgspec
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.control import (
+    WEIGHT_VERBS,
     AddLoRA,
     CollectiveRPC,
     ResetEncoderCache,
@@ -44,7 +45,7 @@ class _VllmStage(StageKind):
     budget_argument = "gpu_memory_utilization"
     quantization = "fp8"
     spins = True
-    verbs = StageKind.verbs | {
+    verbs = StageKind.verbs | WEIGHT_VERBS | {
         AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, StartProfile, StopProfile,
         WakeUp,
     }  # fmt: skip

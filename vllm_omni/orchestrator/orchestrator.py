@@ -53,7 +53,7 @@ from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.launch.launcher import ClusterLauncher, Launcher, LocalLauncher
 from vllm_omni.launch.nodes import Nodes
 from vllm_omni.launch.silence import SilenceWatch
-from vllm_omni.launch.spec_factory import Site, SpecFactory
+from vllm_omni.launch.spec_factory import Site, SpecFactory, StageWeights
 from vllm_omni.launch.stage_handle import OmniStage, StageHandle
 from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
@@ -200,6 +200,20 @@ class Orchestrator:
         result = _future()
         self._command(lambda: self._operations.call(verb, stage_ids, timeout, result))
         return result
+
+    @property
+    def model(self) -> str:
+        """The checkpoint of the pipeline."""
+        return self._specs.model
+
+    def weight_version(self, stage_id: int) -> str:
+        """The version of the weights that the stage has to have."""
+        return self._specs.weights.get(stage_id, StageWeights()).version
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the stages compute no steps, and keep their requests."""
+        return self._operations.is_frozen
 
     def pause(self, *, aborts: bool = False) -> Future[None]:
         """Starts no further request; those that come wait, as far as the queue has room.
@@ -396,7 +410,7 @@ class Orchestrator:
         }
         payloads = PayloadReceiver(self._run_dir.path)
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
-        self._operations = Operations(self._stages)
+        self._operations = Operations(self._stages, self._specs.weights, self._on_weights)
         self._supervisor = Supervisor(
             list(self._stages.values()),
             self._launcher,
@@ -581,9 +595,24 @@ class Orchestrator:
             remove_payloads(self._run_dir.path, stage.instance_id)
         else:
             logger.info("%s: ready after %.1f s", stage.label, time.monotonic() - self._start_time)
+        stage.weight_version = message.weight_version
         self._supervisor.on_ready(stage, message.address, message.remote_address)
         self._operations.on_stage_up(stage)
-        self._router.on_stage_up(stage)
+        self._on_weights(stage)
+        if stage.is_up:
+            self._router.on_stage_up(stage)
+
+    def _on_weights(self, stage: StageHandle) -> None:
+        """A stage without the weights of the pipeline takes no requests until it has them."""
+        if self._operations.has_weights(stage):
+            was_outdated = stage.state is StageState.OUTDATED
+            self._supervisor.set_state(stage, StageState.READY if was_outdated else stage.state)
+            if was_outdated:
+                self._router.on_stage_up(stage)
+        elif stage.is_up:
+            logger.error("%s: its weights are not those of the pipeline; it takes no requests", stage.label)
+            self._supervisor.set_state(stage, StageState.OUTDATED)
+            self._router.on_stage_outdated(stage)
 
     def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)

@@ -111,7 +111,9 @@ class RequestRouter:
             self._start(request)
 
     def _takes_new(self, request: PipelineRequest) -> bool:
-        """Whether its first stages accept more requests."""
+        """Whether its first stages accept more requests, and none waits for an update of its weights."""
+        if any(self._replicas[stage_id].is_outdated for stage_id in request.stages):
+            return False
         sources = {stage_id: self._config.stages[stage_id].engine_input_source for stage_id in request.stages}
         firsts = (stage_id for stage_id in request.stages if request.stages.keys().isdisjoint(sources[stage_id]))
         excluded = self._excluded
@@ -321,6 +323,13 @@ class RequestRouter:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
 
+    def on_stage_outdated(self, stage: StageHandle) -> None:
+        """Nobody knows when the weights of its process are updated: what it should work on fails."""
+        for record in list(self._records.values()):
+            if stage.stage_id in record.pending and record.instances.get(stage.stage_id) == stage.instance_id:
+                text = f"{stage.label} died, and its next process has not got the weights of the pipeline"
+                self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
+
     def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
         for neighbour in self._neighbours(stage):
@@ -389,7 +398,7 @@ class RequestRouter:
         now = time.monotonic()
         if not stage.is_up:
             isolated.ends = math.inf
-            is_over = stage.state is StageState.DEAD
+            is_over = stage.state in (StageState.DEAD, StageState.OUTDATED)
         else:
             isolated.ends = min(isolated.ends, now + LIMIT_S)
             is_over = now >= isolated.ends

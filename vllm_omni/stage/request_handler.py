@@ -167,7 +167,12 @@ class RequestHandler:
             request=request,
             inputs=inputs,
             outputs=self._sender.segmenter(message),
-            metrics=StageMetrics(stage_id=stage.stage_id, name=instance.name, replica=instance.replica),
+            metrics=StageMetrics(
+                stage_id=stage.stage_id,
+                name=instance.name,
+                replica=instance.replica,
+                weight_version=self._engine.weight_version,
+            ),
         )
 
     def _override_input(self, given: StageOutput, streams: bool) -> InputStreams:

@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.counter import AtomicCounter
 
 from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.entrypoints.openai import (
     abort_requests,
     chat,
@@ -37,6 +38,7 @@ from vllm_omni.entrypoints.openai import (
     transcriptions,
     videos,
     vllm_transcriptions,
+    weights,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
@@ -59,7 +61,7 @@ OWN_PATHS = frozenset(
     {
         abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-        chat.INVOCATIONS_PATH, *STORED_PATHS,
+        chat.INVOCATIONS_PATH, *STORED_PATHS, *weights.PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
@@ -67,20 +69,14 @@ OWN_PATHS = frozenset(
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 WITHHELD_PATHS: dict[str, str] = {
     "/redoc": "a network, for the browser; `/docs` has the same and needs none",
+    "/shutdown_weight_transfer_engine": "a connection to a trainer; weights come from folders",
+    "/start_draft_weight_update": "draft models of their own; those of a stage are part of its checkpoint",
+    "/weight_checker": "checksums of the tensors of one model; `/weight_info` has the versions of all stages",
     **dict.fromkeys(
         (
-            "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
-            "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
-            "/weight_info", "/weight_checker",
+            "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources",
         ),
-        "weights of a stage that change while it runs, and that the next process of the stage has, too",
-    ),
-    **dict.fromkeys(
-        (
-            "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size",
-            "/kv_event_sources",
-        ),
-        _ONE_ENGINE
+        _ONE_ENGINE,
     ),
 }  # fmt: skip
 """vLLM's paths that a pipeline does not have, with what they need. `tests/entrypoints/openai/test_vllm_paths.py`
@@ -120,6 +116,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.include_router(router)
     if has_operations:
         app.include_router(abort_requests.router)
+        app.include_router(weights.router)
     if args.enable_scale_out:
         app.include_router(abort_requests.scale_out_router)
     refused = _refused_paths(client)
@@ -303,7 +300,12 @@ class StageStatus(BaseModel):
         description="The stage, as the stage configuration names it; with `.0`, `.1`, ... where it has replicas.",
         examples=["stage0"],
     )
-    status: str = Field(description="`starting`, `ready`, `unresponsive`, `restarting` or `dead`.", examples=["ready"])
+    status: str = Field(
+        description="`starting`, `ready`, `unresponsive`, `outdated`, `restarting` or `dead`.", examples=["ready"]
+    )
+    weight_version: str | None = Field(
+        None, description="Of its weights, once they have been updated.", examples=["step-12"]
+    )
     step_timeout_s: float | None = Field(
         None, description="Seconds after which a step that hangs ends its process.", examples=[300.0]
     )
@@ -345,6 +347,7 @@ async def health(raw_request: Request) -> JSONResponse:
         StageStatus(
             name=replica.name,
             status=replica.state,
+            weight_version=None if replica.weight_version == DEFAULT_WEIGHT_VERSION else replica.weight_version,
             step_timeout_s=client.config.stages[replica.stage_id].runtime.step_timeout_s or None,
             # Other deaths may quote a request, and this path is open.
             last_timeout=replica.last_death if replica.last_death.endswith(f"({TIMEOUT_OPTION})") else None,

@@ -9,9 +9,11 @@ import contextlib
 import inspect
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,6 +48,7 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     Stream,
 )
+from vllm_omni.stage.weights import WeightFolder
 
 
 @dataclass(slots=True)
@@ -118,6 +121,16 @@ class DiffusionStageEngine(StageEngine):
                 self._executor.forget_prompts()
                 return None
         return super().control(verb)
+
+    @cached_property
+    def _weight_folder(self) -> WeightFolder:
+        return WeightFolder(self._model, self._config.revision)
+
+    def _load_weights(self, folder: Path) -> Callable[[], None]:
+        return self._executor.load_beside(str(folder))
+
+    def has_requests(self) -> bool:
+        return bool(self._requests)
 
     # Inbox.
 

@@ -207,6 +207,11 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         answer: Any = await self.create_chat_completion(request, raw_request)
         return answer
 
+    async def render_chat_request(self, request: ChatCompletionRequest) -> tuple[list[Any], list[Any]] | ErrorResponse:
+        fit = RequestContext.current().fit_prompt
+        render = super().render_chat_request
+        return await (render(request) if fit is None else fit(request, render, self._extract_prompt_len))
+
     def _engine_reasoning_kwargs(
         self,
         request: ChatCompletionRequest,

@@ -60,6 +60,8 @@ class FakeChat:
             stage=SimpleNamespace(transcription_prompt="Transcribe."),
             renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
             check_admission=lambda: None,
+            model_config=SimpleNamespace(max_model_len=1024),
+            default_sampling_params={},
         )
         self.asr_stage = None if hears else FakeASRStage()
         self.requests: list[Any] = []

@@ -40,6 +40,7 @@ from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, r
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
+from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
@@ -288,6 +289,20 @@ class Session:
         elif self._idle.start_ms is None:
             self._buffer.keep_last(self._detector.num_kept_ms)
 
+    @property
+    def _truncates(self) -> bool:
+        return self._values["truncation"] != "disabled"
+
+    async def _make_room(self, num_chars: int = 0) -> None:
+        """Deletes the oldest turns until there is room for one more item, unless truncation is disabled."""
+        limit = self._limits.max_realtime_text_bytes
+        while self._truncates and num_chars <= limit and (oldest := self._conversation.oldest):
+            if len(self._conversation) < _MAX_ITEMS and self._conversation.num_chars + num_chars <= limit:
+                return
+            for item in self._conversation.turn(oldest):
+                self._conversation.delete(item.id)
+                await self._send("conversation.item.deleted", item_id=item.id)
+
     def _check_room(self, param: str, *, seconds: float = 0.0, num_chars: int = 0) -> None:
         if len(self._conversation) >= _MAX_ITEMS:
             raise EventError(f"a session keeps {_MAX_ITEMS} items; delete some", code="item_limit_exceeded")
@@ -359,12 +374,14 @@ class Session:
                 f"{1000 * MIN_TURN_S:.0f} ms",
                 code="input_audio_buffer_commit_empty",
             )
-        self._check_room("audio")
+        if not self._truncates:
+            self._check_room("audio")
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
     async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
         self._turn_id = self._paused_ms = None
         self._idle.stop()
+        await self._make_room()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
         item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
@@ -387,10 +404,13 @@ class Session:
         item = read_item(event.item, self._buffer.format, self._rules.asr_settings(self._values), "item")
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
+        await self._make_room(item.num_chars_kept)
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
         item.count(self._budget, self._client.client)
-        await self._read_images(item, sum(len(other.images) for other in self._conversation), "item")
+        others = [] if self._truncates else self._conversation
+        await self._read_images(item, sum(len(other.images) for other in others), "item")
         if item.pictures:
+            await self._make_room(item.num_chars_kept)
             self._check_room("item.content", num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 
@@ -417,7 +437,9 @@ class Session:
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
-        for unknown in self._conversation.keep_newest_sounds(self._limits.max_realtime_audio_s, item):
+        for unknown in self._conversation.keep_newest_sounds(
+            self._limits.max_realtime_audio_s, item, whole_turns=self._truncates
+        ):
             await self._send("conversation.item.deleted", item_id=unknown.id)
 
     async def _retrieve_item(self, event: Any) -> None:
@@ -455,7 +477,8 @@ class Session:
         if len(self._responses) >= _MAX_RESPONSES:
             raise EventError(f"a session runs at most {_MAX_RESPONSES} responses at once", code="too_many_responses")
         settings = self._rules.for_response(self._values, params)
-        items = list(self._conversation)
+        items = self._conversation.read_items() if self._truncates else list(self._conversation)
+        has_own_input = params is not None and params.input is not None
         if params is not None and params.input is not None:
             asr_settings = self._rules.asr_settings(self._values)
             items = self._conversation.select(params.input, self._buffer.format, asr_settings)
@@ -465,6 +488,10 @@ class Session:
                     item.count(self._budget, self._client.client)
                     await self._read_images(item, num_images, f"response.input[{i}]")
                 num_images += len(item.images)
+        window = None
+        if self._truncates:
+            lasts = in_conversation and not has_own_input
+            window = PromptWindow(settings, items, self._rules.prompt_limits, lasts=lasts)
         try:
             response = Response(
                 self._context,
@@ -474,6 +501,7 @@ class Session:
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,
                 turn,
+                window,
             )
         except (VLLMClientError, ValueError) as error:
             raise EventError(f"the response cannot be made: {error}", "response") from error

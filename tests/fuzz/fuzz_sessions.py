@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,11 @@ async def _read_to_the_end(socket: websockets.ClientConnection) -> list[str]:
             return faults
 
 
-def bad_message(rng: random.Random) -> str | bytes:
+def bad_message(rng: random.Random, events: Sequence[dict[str, Any]] = EVENTS) -> str | bytes:
     """An event that may be wrong anywhere, or no event."""
     if rng.random() < 0.1:
         return rng.choice(_RAW)
-    event = copy.deepcopy(rng.choice(EVENTS))
+    event = copy.deepcopy(rng.choice(events))
     if rng.random() < 0.7:
         _spoil(rng, event)
     return json.dumps(event)

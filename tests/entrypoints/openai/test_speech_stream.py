@@ -2,15 +2,12 @@
 """Texts in pieces over a WebSocket, each spoken while it is being written."""
 
 import asyncio
-import base64
 import io
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import soundfile
@@ -19,6 +16,7 @@ from fastapi import FastAPI
 
 from tests.entrypoints.fake_pipelines import is_idle, running
 from tests.entrypoints.openai.fake_server import FakeServer, over_http
+from tests.entrypoints.openai.speech_sessions import Stream, opened, sound_of, stream
 from tests.entrypoints.spoken_functions import NUM_SAMPLES, RATE, SPEAKING, WRITING_STAGE
 from tests.fuzz.fuzz_sessions import bad_message
 from vllm_omni import AsyncOmniLLM
@@ -38,77 +36,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
 @pytest.fixture(scope="module")
 def app(llm: AsyncOmniLLM) -> FastAPI:
     return FakeServer(llm).app
-
-
-class Stream:
-    """A connection, and all its events so far."""
-
-    def __init__(self, socket: websockets.ClientConnection, url: str) -> None:
-        self.socket, self.url = socket, url
-        self.events: list[dict[str, Any]] = []
-
-    async def send(self, kind: str, **fields: Any) -> None:
-        await self.socket.send(json.dumps({"type": kind, **fields}))
-
-    async def append(self, *pieces: str) -> None:
-        for piece in pieces:
-            await self.send("input_text_buffer.append", text=piece)
-
-    async def next(self) -> dict[str, Any]:
-        async with asyncio.timeout(60):
-            self.events.append(json.loads(await self.socket.recv()))
-        return self.events[-1]
-
-    async def until(self, kind: str) -> list[dict[str, Any]]:
-        """The events up to one of a type, which is the last."""
-        events = [await self.next()]
-        while events[-1]["type"] != kind:
-            assert events[-1]["type"] != "error", events[-1]
-            events.append(await self.next())
-        return events
-
-    async def configure(self, **session: Any) -> dict[str, Any]:
-        await self.send("session.update", session=session)
-        return (await self.until("session.updated"))[-1]["session"]
-
-    async def say(self, *pieces: str) -> list[dict[str, Any]]:
-        await self.append(*pieces)
-        await self.send("input_text_buffer.commit")
-        return await self.until("speech.audio.done")
-
-    async def speak(self, text: str, **fields: Any) -> bytes:
-        """The sound of a text by itself."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
-            body = {"input": text, "response_format": "pcm", **fields}
-            answer = await client.post("/v1/audio/speech", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.content
-
-    async def error(self) -> dict[str, Any]:
-        event = await self.next()
-        assert event["type"] == "error", event
-        return event["error"]
-
-
-@asynccontextmanager
-async def opened(url: str, query: str = "", **connect: Any) -> AsyncIterator[Stream]:
-    async with websockets.connect(url.replace("http", "ws") + speech_stream.PATH + query, **connect) as socket:
-        stream = Stream(socket, url)
-        assert (await stream.next())["type"] == "session.created"
-        yield stream
-
-
-def stream(app: FastAPI, main: Callable[[Stream], Awaitable[None]], **options: Any) -> None:
-    async def run(url: str) -> None:
-        async with opened(url) as opened_stream:
-            await main(opened_stream)
-
-    with over_http(app, **options) as url:
-        asyncio.run(run(url))
-
-
-def sound_of(events: list[dict[str, Any]]) -> bytes:
-    return b"".join(base64.b64decode(event["audio"]) for event in events if event["type"] == "speech.audio.delta")
 
 
 def pieces_of(text: str, size: int = 3) -> list[str]:
@@ -256,6 +183,11 @@ def test_limits(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     key: dict[str, Any] = {"additional_headers": {"Authorization": "Bearer secret"}}
 
     async def main(url: str) -> None:
+        for query, status, headers in (("", 401, {}), ("?model=another", 404, key)):
+            with pytest.raises(websockets.InvalidStatus) as caught:
+                async with opened(url, query, **headers):
+                    pass
+            assert caught.value.response.status_code == status
         async with opened(url, **key) as session:
             await session.append("a" * 11_000)
             assert (await session.error())["code"] == "text_limit_exceeded"
@@ -270,11 +202,6 @@ def test_limits(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
                 async with opened(url, **key):
                     pass
             assert caught.value.response.status_code == 429
-        for query, status, headers in (("", 401, {}), ("?model=another", 404, key)):
-            with pytest.raises(websockets.InvalidStatus) as caught:
-                async with opened(url, query, **headers):
-                    pass
-            assert caught.value.response.status_code == status
 
     with over_http(app) as url:
         asyncio.run(main(url))
@@ -285,7 +212,7 @@ def test_a_client_that_does_not_read(llm: AsyncOmniLLM) -> None:
     app = FakeServer(llm, "--send-timeout-s=0.5").app
 
     async def main(url: str) -> None:
-        async with opened(url, max_queue=1, compression=None) as session:
+        async with opened(url, max_queue=1, compression=None, close_timeout=1) as session:
             await session.append("A sentence of some length. " * 2000)
             await session.send("input_text_buffer.commit")
             async with asyncio.timeout(60):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, WebSocket
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
@@ -51,34 +51,36 @@ class SpeechStreamSettings(SpeechSettings):
     response_format: SpeechFormat = Field("pcm", description="Each utterance is one file of this format.")
 
 
-class SessionUpdate(BaseModel):
+class _Event(BaseModel):
+    model_config = ConfigDict(extra="allow")  # Which is then refused by its name.
+
+    event_id: str | None = None
+
+
+class SessionUpdate(_Event):
     """Changes how later utterances are spoken. What is not given stays."""
 
     type: Literal["session.update"]
-    event_id: str | None = None
     session: dict[str, Any]
 
 
-class InputTextBufferAppend(BaseModel):
+class InputTextBufferAppend(_Event):
     """A piece of the text of an utterance."""
 
     type: Literal["input_text_buffer.append"]
-    event_id: str | None = None
     text: str
 
 
-class InputTextBufferCommit(BaseModel):
+class InputTextBufferCommit(_Event):
     """The text of the utterance is complete; the next piece belongs to another."""
 
     type: Literal["input_text_buffer.commit"]
-    event_id: str | None = None
 
 
-class InputTextBufferClear(BaseModel):
+class InputTextBufferClear(_Event):
     """Cancels all that has not been sent: texts, and the speech of all utterances."""
 
     type: Literal["input_text_buffer.clear"]
-    event_id: str | None = None
 
 
 _EVENTS: dict[str, type[BaseModel]] = {

@@ -207,11 +207,6 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         answer: Any = await self.create_chat_completion(request, raw_request)
         return answer
 
-    async def render_chat_request(self, request: ChatCompletionRequest) -> tuple[list[Any], list[Any]] | ErrorResponse:
-        fit = RequestContext.current().fit_prompt
-        render = super().render_chat_request
-        return await (render(request) if fit is None else fit(request, render, self._extract_prompt_len))
-
     def _engine_reasoning_kwargs(
         self,
         request: ChatCompletionRequest,
@@ -286,7 +281,8 @@ class _Renderer:
 
     async def render_chat(self, request: ChatCompletionRequest) -> Any:
         with self._renderer_for(request, "messages") as renderer:
-            return await renderer.render_chat(request)
+            fit = RequestContext.current().fit_prompt
+            return await (renderer.render_chat(request) if fit is None else fit(request, renderer.render_chat))
 
     async def render_responses(self, request: ResponsesRequest, **history: Any) -> Any:
         with self._renderer_for(request, "input") as renderer:

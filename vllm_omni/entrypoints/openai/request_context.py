@@ -85,8 +85,8 @@ class RequestContext:
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
-        fit_prompt: Makes the prompt of a chat that may be too long: called with the request, what renders one, and what
-            returns the tokens of an engine input; returns what the second does.
+        fit_prompt: Makes the prompt of a chat that may be too long: called with the request and what renders one, and
+            returns what that does.
         place: In the pipeline's queue, for its next request to the engine.
         count_unread: See `AsyncOmniLLM.generate`.
         count_arriving: Called with the bytes of a WebSocket's messages that have come and were not taken, when these
@@ -109,7 +109,7 @@ class RequestContext:
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
-    fit_prompt: Callable[[Any, Callable[[Any], Awaitable[Any]], Callable[[Any], int]], Awaitable[Any]] | None = None
+    fit_prompt: Callable[[Any, Callable[[Any], Awaitable[Any]]], Awaitable[Any]] | None = None
     place: Place | None = None
     count_unread: Callable[[int], None] | None = None
     count_arriving: Callable[[int], None] | None = None

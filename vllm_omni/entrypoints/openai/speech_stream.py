@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """WS /v1/audio/speech/stream: texts in pieces, each spoken while it is being written.
 
-Names of events are those of Together AI and of Qwen-TTS Realtime for the text (`input_text_buffer.*`), and of OpenAI's
+Names of events are those of Together AI and of Alibaba Cloud for the text (`input_text_buffer.*`), and of OpenAI's
 stream of /v1/audio/speech for the speech. A model that reads a text in pieces gets each as it comes, in one request;
 for any other one each sentence is a request, the next of which begins while one is spoken.
 """

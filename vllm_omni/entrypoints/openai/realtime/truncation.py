@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items of a long conversation a response reads: OpenAI's `truncation` of a session.
+"""OpenAI's `truncation` of a realtime session: which items of a long conversation a response reads.
 
 The prompt is rendered with all items. If it is too long the oldest turns leave it, until it fits. The model's own
 renderer counts; nothing is estimated.
@@ -66,9 +66,7 @@ class PromptWindow:
         self._ratio: float = options.get("retention_ratio", 1.0)
         self._max_post_tokens: int | None = (options.get("token_limits") or {}).get("post_instructions")
 
-    async def render(
-        self, request: OmniChatCompletionRequest, render: Render, prompt_len: Callable[[Any], int]
-    ) -> tuple[Any, Any] | ErrorResponse:
+    async def render(self, request: OmniChatCompletionRequest, render: Render) -> tuple[Any, Any] | ErrorResponse:
         """What `render` returns of a prompt that fits; the request then has its messages.
 
         Raises:
@@ -78,7 +76,7 @@ class PromptWindow:
         async def attempt(messages: list[Message]) -> _Attempt:
             fields = {"model": request.model, "messages": messages}
             checked = OmniChatCompletionRequest.model_validate(fields).messages
-            return await _attempt(request.model_copy(update={"messages": checked}), render, prompt_len)
+            return await _attempt(request.model_copy(update={"messages": checked}), render)
 
         async def instructions() -> float:
             return (await attempt([*self._messages(None), {"role": "user", "content": ""}])).num_tokens
@@ -146,7 +144,7 @@ class PromptWindow:
         return to_messages(instructions, without_outputs_of(self._items[:start], self._items[start:]))
 
 
-async def _attempt(request: OmniChatCompletionRequest, render: Render, prompt_len: Callable[[Any], int]) -> _Attempt:
+async def _attempt(request: OmniChatCompletionRequest, render: Render) -> _Attempt:
     RequestContext.current().restart_media()
     try:
         result = await render(request)
@@ -154,5 +152,9 @@ async def _attempt(request: OmniChatCompletionRequest, render: Render, prompt_le
         if error.parameter not in _TOO_LONG and not isinstance(error, TooMuchMediaError):
             raise
         return _Attempt(request, math.inf, error=error)
-    num_tokens = 0 if isinstance(result, ErrorResponse) else sum(map(prompt_len, result[1]))
+    num_tokens = (
+        0
+        if isinstance(result, ErrorResponse)
+        else sum(len(prompt.get("prompt_token_ids") or ()) for prompt in result[1])
+    )
     return _Attempt(request, num_tokens, result)

@@ -25,6 +25,7 @@ _SETTINGS: dict[str, Any] = {
     "max_output_tokens": 4,
     "tools": [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}],
     "tool_choice": "none",
+    "truncation": {"type": "retention_ratio", "retention_ratio": 0.8, "token_limits": {"post_instructions": 100}},
     "audio": {
         "input": {"format": {"type": "audio/pcm", "rate": 24000}, "turn_detection": None, "transcription": None},
         "output": {"format": {"type": "audio/pcmu"}, "voice": "alloy", "speed": 1.2},

@@ -5,7 +5,9 @@ import asyncio
 import io
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,13 @@ from tests.entrypoints.spoken_functions import NUM_SAMPLES, RATE, SPEAKING, WRIT
 from tests.fuzz.fuzz_sessions import bad_message
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import speech_stream
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
+from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
+from vllm_omni.entrypoints.openai.speech import SpeechUsage
+from vllm_omni.errors import InvalidRequestError, PipelineFullError
 
 SENTENCES = ["It is a day of rain in the north. ", "Nobody goes out! ", "Why should they?"]
 TEXT = "".join(SENTENCES)
@@ -246,3 +254,99 @@ def test_wrong_events(app: FastAPI) -> None:
         assert sound_of(await session.say("Hello.")) == await session.speak("Hello.")
 
     stream(app, main)
+
+
+class FakeSpeech:
+    """Makes of each text its characters as samples. `fail` is called with each before."""
+
+    reads_pieces, streams = False, True
+
+    def __init__(self, fail: Callable[[str], None]) -> None:
+        self._fail = fail
+        self.num_running = self.max_running = 0
+
+    async def events(self, text: str, *_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        return self._events(text)
+
+    async def _events(self, text: str) -> AsyncGenerator[Any, None]:
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            await asyncio.sleep(0)
+            self._fail(text)
+            yield text.encode()
+        finally:
+            self.num_running -= 1
+
+    def new_file(self, *_: Any, **__: Any) -> Any:
+        async def add(event: bytes) -> bytes:
+            return event
+
+        async def finish() -> bytes:
+            return b"."
+
+        return SimpleNamespace(seconds=0.0, output=OUTPUT, add=add, finish=finish)
+
+    def usage_of(self, output: Any) -> SpeechUsage:
+        return SpeechUsage(input_tokens=1, output_tokens=2, total_tokens=3)
+
+
+OUTPUT = SimpleNamespace(outputs=[], finish_reason="stop", stage_metrics=[], finish_reasons=[])
+
+
+def utter(speech: FakeSpeech, text: str) -> tuple[bytes, dict[str, Any]]:
+    """The sound of a text, and its last event."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(kind: str, **fields: Any) -> None:
+        sent.append({"type": kind, **fields})
+
+    async def main() -> None:
+        socket: Any = SimpleNamespace(scope={SCOPE_KEY: RequestContext()})
+        given: Any = SimpleNamespace(request=None)
+        utterance = speech_stream.Utterance(speech, given, send, socket, SessionBudget(RealtimeLimits()).share)  # type: ignore[arg-type]
+        utterance.append(text)
+        utterance.commit()
+        await asyncio.wait_for(utterance.speak(), 30)
+        assert utterance.is_done and utterance.num_bytes == 0
+
+    asyncio.run(main())
+    return b"".join(event["audio"] for event in sent if event["type"] == "speech.audio.delta"), sent[-1]
+
+
+def test_a_sentence_without_words_of_the_voice_is_left_out() -> None:
+    def fail(text: str) -> None:
+        if "No" in text:
+            raise InvalidRequestError("no words", "a", 1)
+
+    speech = FakeSpeech(fail)
+    sound, done = utter(speech, TEXT)
+    assert sound == (SENTENCES[0] + SENTENCES[2]).encode() + b"." and done["status"] == "completed"
+    assert done["usage"] == {"input_tokens": 2, "output_tokens": 4, "total_tokens": 6}
+    assert speech.num_running == 0 and speech.max_running == 2
+    sound, done = utter(speech, SENTENCES[1])
+    assert sound == b"" and done["status"] == "failed" and "no words" in done["error"]["message"]
+
+
+def test_a_full_pipeline() -> None:
+    """A sentence that was begun beside another one begins again after it; a first one fails."""
+    num_left = 1
+
+    def fail(text: str) -> None:
+        nonlocal num_left
+        if "Nobody" in text and num_left:
+            num_left -= 1
+            raise PipelineFullError("full", 1.0)
+
+    sound, done = utter(FakeSpeech(fail), TEXT)
+    assert sound == TEXT.encode() + b"." and done["status"] == "completed" and num_left == 0
+    num_left = 1
+    assert utter(FakeSpeech(fail), SENTENCES[1])[1]["error"]["code"] == "429"
+
+
+def test_an_error_of_a_stage_fails_the_utterance() -> None:
+    def fail(text: str) -> None:
+        raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    speech = FakeSpeech(fail)
+    assert utter(speech, TEXT)[1]["error"]["type"] == "server_error" and speech.num_running == 0

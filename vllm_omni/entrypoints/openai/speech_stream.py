@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
-from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error, end
 from vllm_omni.entrypoints.openai.realtime.client_secrets import SUBPROTOCOL
@@ -255,7 +255,7 @@ class Utterance:
         error: Mapping[str, Any] | None = None
         try:
             await self._send_speech()
-        except (OmniError, VLLMClientError, ValueError) as failure:
+        except (OmniError, OmniHTTPError, VLLMClientError) as failure:
             error = as_chat_error(failure).as_dict()
         if error is not None:
             await self._send("speech.audio.done", item_id=self.id, status="failed", error=error)
@@ -314,15 +314,16 @@ class Utterance:
                     request = _Request(self, sentence, can_wait=bool(running))
                     running.add(request)
                     begun.put_nowait(request)
-            begun.put_nowait(None)
 
         beginning = asyncio.create_task(begin_all())
+        beginning.add_done_callback(lambda _: begun.put_nowait(None))
         try:
             while (request := await begun.get()) is not None:
                 yield request
                 await request.close()
                 running.discard(request)
                 places.release()
+            await beginning
         finally:
             await end(beginning)
             await asyncio.gather(*(request.close() for request in running))

@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.openai import (
     responses,
     scale_out,
     speech,
+    speech_stream,
     transcriptions,
     videos,
     vllm_transcriptions,
@@ -49,6 +50,7 @@ from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -111,7 +113,17 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     if args.enable_offline_docs:
         add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
-    for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
+    for endpoints in (
+        *texts,
+        speech,
+        speech_stream,
+        custom_voices,
+        transcriptions,
+        images,
+        videos,
+        realtime,
+        description,
+    ):
         app.include_router(endpoints.router)
     app.include_router(router)
     if has_operations:
@@ -149,9 +161,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     elif transcriptions.can_transcribe(client):
         source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
     app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
+    app.state.omni_sessions = Sessions(args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
-        app.state.omni_realtime = realtime.ServingRealtime(app.state.openai_serving_chat, app.state, args)
+        app.state.omni_realtime = realtime.ServingRealtime(
+            app.state.openai_serving_chat, app.state, args, app.state.omni_sessions
+        )
     app.state.omni_description = description.describe(app, client)
     if args.playground:
         _add_playground(app, args)

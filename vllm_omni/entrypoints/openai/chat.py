@@ -281,6 +281,8 @@ class _Renderer:
 
     async def render_chat(self, request: ChatCompletionRequest, **options: Any) -> Any:
         with self._renderer_for(request, "messages") as renderer:
+            if (fit := RequestContext.current().fit_prompt) is not None:
+                return await fit(request, renderer.render_chat)
             return await renderer.render_chat(request, **options)
 
     async def render_responses(self, request: ResponsesRequest, **history: Any) -> Any:

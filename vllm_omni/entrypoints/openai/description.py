@@ -25,6 +25,7 @@ from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
 from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.speech_stream import PATH as SPEECH_STREAM_PATH
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.version import __version__
@@ -150,6 +151,8 @@ def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     if has_chat and client.has_renderer and "text" in client.config.output_types:
         made += ["/v1/responses", MESSAGES_PATH]
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]
+    if "audio" in app.state.omni_handlers:
+        made.append(SPEECH_STREAM_PATH)
     if app.state.omni_transcriptions is not None:
         made += ["/v1/audio/transcriptions", "/v1/audio/translations"]
     return made + (["/v1/realtime"] if app.state.omni_realtime is not None else [])

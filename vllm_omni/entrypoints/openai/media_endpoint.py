@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request, Response
 from PIL import Image
 from starlette.datastructures import State
+from starlette.requests import HTTPConnection
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
@@ -79,7 +80,7 @@ class MediaEndpoint:
         self,
         prompt: OmniPrompt,
         params: Sequence[StageSamplingParams],
-        raw_request: Request | None,
+        raw_request: HTTPConnection | None,
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
@@ -314,7 +315,7 @@ def check_model(name: str | None, served: Sequence[str], aliases: Collection[str
         raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {', '.join(served)}.")
 
 
-def new_id(prefix: str, raw_request: Request | None = None) -> str:
+def new_id(prefix: str, raw_request: HTTPConnection | None = None) -> str:
     """An id for a request: the client's own `X-Request-Id`, else a random one."""
     own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
     return f"{prefix}-{own or random_uuid()}"

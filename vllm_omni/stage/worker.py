@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main function of a stage process: an engine on the main thread, and an IO thread."""
 
+import ctypes
 import os
 import socket
 import sys
@@ -68,6 +69,7 @@ class HostedStage:
             if self.engine.compiles_at_start():
                 logger.info("%s: compiles its model, for minutes on a machine's first start", self.label)
             self.engine.start()
+        _release_free_memory()
         log_warnings()
         self._outbox.put(Started())
 
@@ -94,6 +96,12 @@ def _exit_process(lifeline: socket.socket, message: str) -> NoReturn:
         lifeline.sendall(message.encode())
     finally:
         os._exit(1)
+
+
+def _release_free_memory() -> None:
+    """Gives the system back what loading has left: the allocator keeps pages between blocks that are in use."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 def main(spec_bytes: bytes, lifeline: socket.socket) -> HostedStage:

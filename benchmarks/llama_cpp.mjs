@@ -26,7 +26,7 @@ async function answer({id, prompt, maxTokens, penalty}) {
     try {
         for await (const token of sequence.evaluate(tokens, {temperature: 0, repeatPenalty})) {
             seen.push(token);
-            if (process.env.DEBUG) console.error(tokens); write({id, text: model.detokenize([token])});
+            write({id, text: model.detokenize([token])});
             if (++count === maxTokens) break;
         }
     } finally {

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main function of a stage process: an engine on the main thread, and an IO thread."""
 
-import ctypes
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
+from vllm_omni.metrics.memory import release_free_memory
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -69,7 +69,7 @@ class HostedStage:
             if self.engine.compiles_at_start():
                 logger.info("%s: compiles its model, for minutes on a machine's first start", self.label)
             self.engine.start()
-        _release_free_memory()
+        release_free_memory()
         log_warnings()
         self._outbox.put(Started())
 
@@ -96,12 +96,6 @@ def _exit_process(lifeline: socket.socket, message: str) -> NoReturn:
         lifeline.sendall(message.encode())
     finally:
         os._exit(1)
-
-
-def _release_free_memory() -> None:
-    """Gives the system back what loading has left: the allocator keeps pages between blocks that are in use."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
 
 
 def main(spec_bytes: bytes, lifeline: socket.socket) -> HostedStage:

@@ -13,12 +13,13 @@ from vllm_omni.worker.cpu_kv_cache import CPUKVCache, UnwrittenZeros
 from vllm_omni.worker.cpu_worker import CPUARModelRunner, CPUFeedbackARModelRunner, CPUGenerationModelRunner
 
 MIB = 1 << 20
+CPU = torch.device("cpu")
 
 
 def test_memory_is_taken_by_the_first_write() -> None:
     before = resident_bytes()
     with UnwrittenZeros():
-        cache = torch.zeros(256 * MIB, dtype=torch.int8, device=torch.device("cpu"))
+        cache = torch.zeros(256 * MIB, dtype=torch.int8, device=CPU)
     blocks = cache.view(torch.float32).view(256, -1)
     assert resident_bytes() - before < 32 * MIB
     assert cache.data_ptr() % 4096 == 0
@@ -30,7 +31,7 @@ def test_memory_is_taken_by_the_first_write() -> None:
 
 def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
     with UnwrittenZeros():
-        view = torch.zeros(MIB, dtype=torch.int8, device="cpu")[5:10]
+        view = torch.zeros(MIB, dtype=torch.int8, device=CPU)[5:10]
     torch.zeros(MIB, dtype=torch.int8)  # would take its place
     assert view.tolist() == [0] * 5
 
@@ -38,12 +39,12 @@ def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
-        ((3, 4), {"dtype": torch.int8, "device": "cpu"}),
-        ((0,), {"dtype": torch.int8, "device": "cpu"}),
-        ((16,), {"dtype": torch.float32, "device": "cpu"}),
+        ((3, 4), {"dtype": torch.int8, "device": CPU}),
+        ((0,), {"dtype": torch.int8, "device": CPU}),
+        ((16,), {"dtype": torch.float32, "device": CPU}),
         ((16,), {"dtype": torch.int8, "device": "meta"}),
         ((16,), {"dtype": torch.int8}),
-        ((16,), {"dtype": torch.int8, "device": "cpu", "requires_grad": False}),
+        ((16,), {"dtype": torch.int8, "device": CPU, "requires_grad": False}),
     ],
 )
 def test_all_other_tensors_are_torchs(args: Any, kwargs: Any) -> None:
@@ -60,7 +61,7 @@ def test_vllm_allocates_in_one_such_call(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         CPUModelRunner,
         "initialize_kv_cache_tensors",
-        lambda self, size: {"layer": torch.zeros(size, dtype=torch.int8, device="cpu")},
+        lambda self, size: {"layer": torch.zeros(size, dtype=torch.int8, device=CPU)},
     )
     before = resident_bytes()
     runner = CPUKVCache.__new__(CPUKVCache)

@@ -342,7 +342,8 @@ def narrow_kernel_search() -> Iterator[None]:
     so copies 140 MB that a stage shares with the process that it was forked from. An object of llvmlite, which numba
     imports, even ends the walk: it takes any attribute name for a function of its library.
     """
-    vars(dispatcher)["sys"] = SimpleNamespace(modules=_ModulesWithModels())  # Not `sys.modules`: another thread may import something.
+    # Not `sys.modules` itself: another thread may import something.
+    vars(dispatcher)["sys"] = SimpleNamespace(modules=_ModulesWithModels())
     try:
         yield
     finally:

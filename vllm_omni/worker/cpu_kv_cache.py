@@ -23,18 +23,13 @@ class CPUKVCache(CPUModelRunner):
 
 
 class UnwrittenZeros(TorchFunctionMode):
-    """Inside, `torch.zeros(count, dtype=torch.int8)` on a CPU is a mapping of its own; all else is as without it."""
+    """Inside, int8 zeros `[n]` on a CPU are a mapping of their own; all else is as without it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and [type(arg) for arg in args] == [int] and args[0] > 0:
-            if kwargs.keys() <= {"dtype", "device"} and kwargs.get("dtype") == torch.int8 and _is_cpu(**kwargs):
-                mapping = mmap.mmap(-1, args[0], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                return torch.frombuffer(mapping, dtype=torch.int8)  # It keeps the mapping.
-        return func(*args, **kwargs)
-
-
-def _is_cpu(device: torch.device | str | None = None, **_: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
+        is_flat = func is torch.zeros and [type(arg) for arg in args] == [int] and args[0] > 0
+        if is_flat and kwargs == {"dtype": torch.int8, "device": torch.device("cpu")}:
+            mapping = mmap.mmap(-1, args[0], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(mapping, dtype=torch.int8)  # It keeps the mapping.
+        return func(*args, **kwargs or {})

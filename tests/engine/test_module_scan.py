@@ -9,6 +9,7 @@ import pytest
 from vllm.triton_utils import dispatcher
 from vllm.v1.worker import block_table
 
+from vllm_omni.engine import omni_llm_engine
 from vllm_omni.engine.omni_llm_engine import narrow_kernel_search
 
 
@@ -33,8 +34,10 @@ def test_modules_without_models_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_kernels_are_found_in_vllm_and_in_packages_with_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = SimpleNamespace(architectures={"Other": "other_package.models:Other"})
+    monkeypatch.setattr(omni_llm_engine, "find_models", lambda: models)
     original, wrapper = object(), SimpleNamespace()
-    holders = [ModuleType(f"{package}.of_the_test") for package in ("vllm", "vllm_omni", "coloured_shapes")]
+    holders = [ModuleType(f"{package}.of_the_test") for package in ("vllm", "vllm_omni", "other_package")]
     for module in holders:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(module, "kernel", original, raising=False)

@@ -18,6 +18,7 @@ const context = await model.createContext({
 const write = (message) => process.stdout.write(JSON.stringify(message) + "\n");
 
 async function answer({id, prompt, maxTokens, penalty}) {
+    if (!maxTokens) return write({id, isEnd: true});
     const sequence = context.getSequence();
     const tokens = model.tokenize(prompt, true);
     const seen = [...tokens];

@@ -38,7 +38,7 @@ from report import Report, make_parser, parse, percentile, progress
 from safetensors.numpy import load_file
 from servers import omni_server, run_server
 from transformers import AutoTokenizer
-from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput
+from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 from voice import MAX_TOKENS, QUESTIONS
 
 from vllm_omni.entrypoints.cli.bench_requests import request_chat
@@ -109,10 +109,11 @@ class Talk(Backend):
             extra_body={"modalities": ["text", "audio"] if spoken else ["text"], "repetition_penalty": PENALTY},
         )
         async with aiohttp.ClientSession() as session:
-            output = await request_chat(request, session)
+            ask = request_chat if spoken else ASYNC_REQUEST_FUNCS["openai-chat"]
+            output: Any = await ask(request, session)
         if not output.success:
             raise RuntimeError(output.error)
-        return Answer(output.output_tokens or 0, output.ttfa or None)
+        return Answer(output.output_tokens, output.ttfa if spoken else None)
 
     def hear(self, path: Path) -> str:
         client = openai.OpenAI(base_url=f"{self._url}/v1", api_key="none")

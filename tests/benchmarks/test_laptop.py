@@ -70,7 +70,7 @@ def test_memory_is_that_of_all_processes(import_benchmark: ImportBenchmark) -> N
     with child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert process_memory.pss_of(os.getpid()) - alone > 64e6
+        assert process_memory.pss_of(os.getpid()) - alone > 0.064
         written = sum(mapping.written for mapping in process_memory.mappings_of(child.pid))
         assert written > 64 << 10
         assert sum(mapping.pss for mapping in process_memory.mappings_of(child.pid)) >= written

@@ -72,7 +72,7 @@ class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUInt8
     pass
 
 
-class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUInt8Weights):
+class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUInt8Weights, CPUKVCache):
     pass
 
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
 
-from vllm_omni.metrics.memory import resident_bytes
-
 ImportBenchmark = Callable[[str], ModuleType]
 SENTENCES = "<s> he was not an ill disposed young man </s> (first)\n<s> he might even have been mister </s> (second)\n"
 
@@ -75,4 +73,3 @@ def test_memory_is_that_of_all_processes(import_benchmark: ImportBenchmark) -> N
         assert written > 64 << 10
         assert sum(mapping.pss for mapping in process_memory.mappings_of(child.pid)) >= written
         child.kill()
-    assert 0 < alone * 1e9 < 1.2 * resident_bytes()

@@ -302,7 +302,7 @@ class Figures:
 
 async def measure_round(backend: Backend, questions: Sequence[str], figures: Figures) -> None:
     for callers in CALLERS:
-        waiting = iter(questions if callers == 1 else questions * 2)
+        waiting = iter([*questions] * min(callers, 2))
 
         async def call(waiting: Iterator[str] = waiting) -> int:
             return sum([(await backend.ask(question, spoken=False)).tokens for question in waiting])
@@ -350,10 +350,10 @@ def _words(text: str) -> list[str]:
 def add_figures(report: Report, talk: Talk, other: LlamaCpp, ours: Figures, theirs: Figures) -> None:
     def add(what: str, mine: Sequence[float], its: Sequence[float], unit: str) -> None:
         ratios = [a / b for a, b in zip(mine, its, strict=True)]
-        values = {"talk": percentile(mine, 50), "llama.cpp": percentile(its, 50), "unit": unit}
-        ratio = {"ratio": percentile(ratios, 50), "least": min(ratios), "most": max(ratios)}
-        report.rows.append({"what": what, **values, **ratio})
-        report.ratios[what.replace(" ", "_").replace(",", "")] = ratio["ratio"]
+        ratio = percentile(ratios, 50)
+        row = {"what": what, "talk": percentile(mine, 50), "llama.cpp": percentile(its, 50), "unit": unit}
+        report.rows.append({**row, "ratio": ratio, "least": min(ratios), "most": max(ratios)})
+        report.ratios[what.replace(" ", "_").replace(",", "")] = ratio
 
     for callers in CALLERS:
         add(f"callers {callers}", ours.rates[callers], theirs.rates[callers], "tokens/s")

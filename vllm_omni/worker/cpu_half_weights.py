@@ -70,7 +70,8 @@ class HalfLinearMethod(UnquantizedLinearMethod):
         if not can_pack(layer):
             super().process_weights_after_loading(layer)
             return
-        packed = torch.ops.quantized.linear_prepack_fp16(layer.weight.detach(), None)
+        weight: Any = layer.weight
+        packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), None)
         layer.cpu_linear = functools.partial(_multiply, lambda: packed)  # type: ignore[assignment]
         layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 

@@ -34,7 +34,7 @@ import gguf
 import numpy as np
 import openai
 from process_memory import pss_of
-from report import Report, make_parser, parse, percentile, progress
+from report import Cell, Report, make_parser, parse, percentile, progress
 from safetensors.numpy import load_file
 from servers import omni_server, run_server
 from transformers import AutoTokenizer
@@ -351,7 +351,12 @@ def add_figures(report: Report, talk: Talk, other: LlamaCpp, ours: Figures, thei
     def add(what: str, mine: Sequence[float], its: Sequence[float], unit: str) -> None:
         ratios = [a / b for a, b in zip(mine, its, strict=True)]
         ratio = percentile(ratios, 50)
-        row = {"what": what, "talk": percentile(mine, 50), "llama.cpp": percentile(its, 50), "unit": unit}
+        row: dict[str, Cell] = {
+            "what": what,
+            "talk": percentile(mine, 50),
+            "llama.cpp": percentile(its, 50),
+            "unit": unit,
+        }
         report.rows.append({**row, "ratio": ratio, "least": min(ratios), "most": max(ratios)})
         report.ratios[what.replace(" ", "_").replace(",", "")] = ratio
 

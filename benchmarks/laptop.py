@@ -324,6 +324,8 @@ async def compare(talk: Talk, other: LlamaCpp, questions: Sequence[str], rounds:
             for backend, figures in zip(backends, found, strict=True):
                 progress(f"round {number + 1}: {type(backend).__name__}")
                 await measure_round(backend, questions, figures)
+                rates = ", ".join(f"{figures.rates[callers][-1]:.1f} with {callers} callers" for callers in CALLERS)
+                progress(f"tokens/s: {rates}; first sound after {figures.first_sounds[-1]:.2f} s")
         for backend, figures in zip(backends, found, strict=True):
             figures.memory_after = backend.memory()
     return found[0], found[1]

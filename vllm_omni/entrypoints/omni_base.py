@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from vllm_omni.metrics.stats import StageHealth, StageStats
 
 
+_OF_ALL_STAGES = (
+    "vllm_omni.stage.engines.llm",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",  # Any model that is loaded imports it.
+)
+
+
 def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
     """Starts the process that stages are forked from; it imports vLLM in the background.
 
@@ -44,9 +51,7 @@ def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
     """
     require_vllm()
     try:
-        return ForkServer(
-            ["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"], from_this_process=from_this_process
-        )
+        return ForkServer(_OF_ALL_STAGES, from_this_process=from_this_process)
     except OSError as error:
         raise PipelineStartError.from_system(error) from error
 

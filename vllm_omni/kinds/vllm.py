@@ -189,6 +189,9 @@ class Transcribing(Autoregressive):
         if self.stage.custom_prompt_func:
             raise StageConfigError(f"{where}: custom_prompt_func: vLLM makes the prompt of a sound; remove it")
 
+    def modules_to_preload(self, model: str) -> set[str]:
+        return {"vllm_omni.stage.engines.transcribing_request"}  # Of vLLM's server, whose process imports it, too.
+
     def make_input_processor(self, model: str) -> None:
         """Its own engine makes the prompt of each clip."""
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of this process, as Linux and torch's allocator count it. To read both takes some 20 microseconds on a CPU."""
 
+import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,3 +28,13 @@ def device_bytes() -> int:
     if device is None or not torch.get_device_module(device).is_initialized():
         return 0
     return sum(torch.accelerator.memory_reserved(index) for index in range(torch.accelerator.device_count()))
+
+
+def release_free_memory() -> None:
+    """Gives back what glibc keeps between blocks that are in use; loading leaves a lot of it. Takes milliseconds.
+
+    Does nothing with another C library.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

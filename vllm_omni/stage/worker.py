@@ -17,6 +17,7 @@ from vllm.utils.system_utils import decorate_logs, set_process_title
 from vllm_omni.control import CommitWeights, LoadWeights
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
+from vllm_omni.metrics.memory import release_free_memory
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -70,6 +71,7 @@ class HostedStage:
                 logger.info("%s: compiles its model, for minutes on a machine's first start", self.label)
             self.engine.start()
         self._update_weights()
+        release_free_memory()
         log_warnings()
         self._outbox.put(Started())
 

@@ -12,7 +12,9 @@ from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.errors import RequestError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.observer import COMPLETED, RequestSummary
+from vllm_omni.orchestrator.sent_output import SentOutput
 from vllm_omni.outputs import (
     Completion,
     OmniRequestOutput,
@@ -71,6 +73,12 @@ class PipelineRequest:
         return max((stage.sampling_params.n for stage in self.stages.values() if stage.sampling_params), default=1)
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether no stage samples without a seed, so that its output is the same each time."""
+        sampled = (stage.sampling_params for stage in self.stages.values())
+        return all(params is None or params.temperature == 0 or params.seed is not None for params in sampled)
+
+    @property
     def deadline(self) -> float | None:
         return None if self.timeout_s is None else self.arrival + self.timeout_s
 
@@ -85,6 +93,7 @@ class RequestRecord:
         unsubmitted: Stages to which it was not submitted yet, because they are restarting.
         request_id: Its id in stages and in messages.
         is_retry: A process died with it, and it was started again.
+        lost_in: Where it was lost then.
         sent_input: Of `PipelineRequest.more_input`, what was sent.
     """
 
@@ -96,10 +105,12 @@ class RequestRecord:
         self.unsubmitted = set(request.stages)
         self.request_id = request.request_id
         self.is_retry = False
+        self.lost_in: StageHandle | None = None
         self.sent_input: list[tuple[int, StageInput, bool]] = []
         self._config = config
         self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
         self._shapes = {stage_id: StreamShapes() for stage_id in request.final_stages}
+        self._sent = {stage_id: SentOutput() for stage_id in request.final_stages}
         self._metrics: dict[int, StageMetrics] = {}
         self._audio_seconds = 0.0
         self._num_images = 0
@@ -107,15 +118,23 @@ class RequestRecord:
         self._first: dict[str, float] = {}
 
     @property
-    def has_events(self) -> bool:
-        """Whether the caller has received a part of the output."""
-        return self._num_events > 0
+    def can_repeat(self) -> bool:
+        """Whether it may start again: the caller has no part of the output yet, or one with which the next begins."""
+        return self._num_events == 0 or self.request.is_repeatable
 
-    def make_retry(self) -> "RequestRecord":
-        """Makes the request anew, under another id: there may still be messages about this try."""
+    def make_retry(self, stage: StageHandle) -> "RequestRecord":
+        """Makes the request anew, under another id: there may still be messages about this try. The caller gets what it
+        has not received.
+
+        Args:
+            stage: Where it was lost.
+        """
         request = self.request
         retry = RequestRecord(request, 0, self._config)
-        retry.is_retry = True
+        retry.is_retry, retry.lost_in = True, stage
+        retry._num_events, retry._first, retry._sent = self._num_events, self._first, self._sent
+        for sent in self._sent.values():
+            sent.restart()
         retry.request_id = f"{request.request_id}.retry"
         for stage_request in request.stages.values():
             stage_request.request_id = retry.request_id
@@ -147,6 +166,7 @@ class RequestRecord:
         """A segment of a final stage's output; creates the events of a streaming client.
 
         Raises:
+            RepetitionError: It is not what the caller has received before the request was started again.
             Exception: It is not an output of this stage, or cannot be joined to those before.
         """
         self._shapes[stage_id].check(piece)
@@ -158,8 +178,8 @@ class RequestRecord:
             self._keep(stage_id, piece)
         if not is_progress or piece.tensors:
             self._first.setdefault(output_type, time.monotonic())
-        if self.request.streams:
-            for event in self._make_events(stage_id, output_type, piece):
+        if self.request.streams and (new := self._sent[stage_id].take_new(piece)) is not None:
+            for event in self._make_events(stage_id, output_type, new):
                 self.request.on_event(event)
 
     def _keep(self, stage_id: int, piece: StageOutput) -> None:

@@ -39,6 +39,7 @@ from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
+from vllm_omni.orchestrator.sent_output import RepetitionError
 from vllm_omni.outputs import StageOutput
 
 logger = logging.getLogger("vllm.omni.orchestrator")
@@ -291,9 +292,13 @@ class RequestRouter:
 
     @contextlib.contextmanager
     def _failing(self, record: RequestRecord, stage: StageHandle) -> Iterator[None]:
-        """Fails the request whose output cannot be read."""
+        """Fails the request whose output cannot be read, or cannot go on after a retry."""
         try:
             yield
+        except RepetitionError:
+            assert record.lost_in is not None
+            logger.warning("request %s: its output was not the same when it was made again", record.request.external_id)
+            self._fail_dead(record, record.lost_in)
         except Exception as error:
             text = f"the output of {stage.label} could not be read: {type(error).__name__}: {error}"
             self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
@@ -363,7 +368,7 @@ class RequestRouter:
         isolated = self._isolated_retry(stage)
         if isolated is not None and isolated.running is record and record.is_working(stage.stage_id):
             self._fail_crashed(record, stage)
-        elif record.is_retry or record.has_events or stage.state is StageState.DEAD:  # The caller has a part of it.
+        elif record.is_retry or not record.can_repeat or stage.state is StageState.DEAD:
             self._fail_dead(record, stage)
         else:
             self._retry_isolated(record, stage)
@@ -383,7 +388,7 @@ class RequestRouter:
             isolated = IsolatedRetry(stage.instance_id, stage.stage_id)
             self._isolated_retries.append(isolated)
         self._leave(record)
-        retry = record.make_retry()
+        retry = record.make_retry(stage)
         self._records[retry.request_id] = retry
         self._retried[record.request.request_id] = retry.request_id
         isolated.waiting.append(retry)

@@ -31,6 +31,7 @@ from vllm_omni.errors import (
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.kinds.function import Fake
 from vllm_omni.launch.fake import FakeStage
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics, StageState
@@ -628,7 +629,10 @@ def test_a_stream_that_is_another_one_ends(pipeline: Pipeline, text: str) -> Non
         assert pipeline.isolated_retries == []
 
 
-def test_a_caller_that_has_a_part_of_a_random_output_gets_the_error(pipeline: Pipeline) -> None:
+def test_a_caller_that_has_a_part_of_a_random_output_gets_the_error(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fake, "is_autoregressive", True)
     lose_stream(pipeline, SamplingParams(temperature=1.0))
     assert isinstance(pipeline.failure("r"), StageDeadError) and pipeline.isolated_retries == []
 

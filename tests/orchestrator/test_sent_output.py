@@ -11,14 +11,14 @@ from vllm_omni.orchestrator.sent_output import RepetitionError, SentOutput
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 
 TEXTS = {0: "Rot, grün und blau: 赤、緑、青。", 1: "zwei"}
-AUDIO = torch.arange(40, dtype=torch.float32).reshape(2, 20)
+AUDIO = torch.sin(torch.arange(600, dtype=torch.float32)).reshape(2, 300)
 ROWS = torch.arange(15, dtype=torch.bfloat16).reshape(5, 3)
 
 
 def pieces_of(seed: int) -> list[StageOutput]:
     """One output, cut at random places."""
     dice = random.Random(seed)
-    sizes = {"audio": 20, "hidden": 5, "0": len(TEXTS[0]), "1": len(TEXTS[1])}
+    sizes = {"audio": 300, "hidden": 5, "0": len(TEXTS[0]), "1": len(TEXTS[1])}
     places = {name: sorted(dice.choices(range(size + 1), k=4)) for name, size in sizes.items()}
 
     def part(name: str, i: int) -> slice:
@@ -64,18 +64,17 @@ def test_a_stream_that_is_made_again_goes_on(seed: int) -> None:
 
 
 def other(piece: StageOutput, **fields: Any) -> StageOutput:
-    values = {"completions": piece.completions, "tensors": piece.tensors, **fields}
-    return StageOutput(request_id="r", stage_id=0, is_last=piece.is_last, **values)
+    values = {"completions": piece.completions, "tensors": piece.tensors, "is_last": True, **fields}
+    return StageOutput(request_id="r", stage_id=0, **values)
 
 
 def test_another_stream_is_not_taken_for_it() -> None:
     whole = merge_stage_outputs(pieces_of(0))
     changed = AUDIO.clone()
-    changed[0, 0] += 1e-6
-    changed[1, 0] = -0.0
+    changed[1, 128] += 1.0
     texts = [Completion(index=0, text=TEXTS[0].lower(), token_ids=whole.completions[0].token_ids)]
     tokens = [Completion(index=0, text=TEXTS[0], token_ids=[0] * len(TEXTS[0]))]
-    shorter = {**whole.tensors, "audio": AUDIO[:, :10]}
+    shorter = {**whole.tensors, "audio": AUDIO[:, :200]}
     for fields in (
         {"tensors": {"audio": changed}},
         {"completions": texts},
@@ -87,6 +86,15 @@ def test_another_stream_is_not_taken_for_it() -> None:
         sent.restart()
         with pytest.raises(RepetitionError):
             sent.take_new(other(whole, **fields))
+
+
+def test_rounding_is_no_other_stream() -> None:
+    whole = merge_stage_outputs(pieces_of(0))
+    sent = SentOutput()
+    sent.take_new(other(whole, tensors={"audio": AUDIO[:, :200]}, is_last=False))
+    sent.restart()
+    new = sent.take_new(other(whole, tensors={"audio": AUDIO + 1e-6}))
+    assert new is not None and torch.equal(new.tensors["audio"], AUDIO[:, 200:] + 1e-6)
 
 
 def test_steps_and_media_are_sent_once() -> None:

@@ -73,12 +73,6 @@ class PipelineRequest:
         return max((stage.sampling_params.n for stage in self.stages.values() if stage.sampling_params), default=1)
 
     @property
-    def is_repeatable(self) -> bool:
-        """Whether no stage samples without a seed, so that its output is the same each time."""
-        sampled = (stage.sampling_params for stage in self.stages.values())
-        return all(params is None or params.temperature == 0 or params.seed is not None for params in sampled)
-
-    @property
     def deadline(self) -> float | None:
         return None if self.timeout_s is None else self.arrival + self.timeout_s
 
@@ -119,8 +113,14 @@ class RequestRecord:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether it may start again: the caller has no part of the output yet, or one with which the next begins."""
-        return self._num_events == 0 or self.request.is_repeatable
+        """Whether it may start again: the caller has no part of the output yet, or the output will be the same, since
+        no stage draws tokens without a seed."""
+        return self._num_events == 0 or not any(map(self._draws, self.request.stages.items()))
+
+    def _draws(self, stage: tuple[int, StageRequest]) -> bool:
+        stage_id, params = stage[0], stage[1].sampling_params
+        is_sampled = params is not None and params.temperature > 0 and params.seed is None
+        return is_sampled and self._config.stages[stage_id].kind.is_autoregressive
 
     def make_retry(self, stage: StageHandle) -> "RequestRecord":
         """Makes the request anew, under another id: there may still be messages about this try. The caller gets what it
@@ -132,9 +132,11 @@ class RequestRecord:
         request = self.request
         retry = RequestRecord(request, 0, self._config)
         retry.is_retry, retry.lost_in = True, stage
-        retry._num_events, retry._first, retry._sent = self._num_events, self._first, self._sent
-        for sent in self._sent.values():
-            sent.restart()
+        if request.streams:
+            retry._num_events, retry._sent, retry._pieces = self._num_events, self._sent, self._pieces
+            retry._first, retry._audio_seconds, retry._num_images = self._first, self._audio_seconds, self._num_images
+            for sent in self._sent.values():
+                sent.restart()
         retry.request_id = f"{request.request_id}.retry"
         for stage_request in request.stages.values():
             stage_request.request_id = retry.request_id
@@ -172,14 +174,19 @@ class RequestRecord:
         self._shapes[stage_id].check(piece)
         if (decoder := self.request.decoders.get(stage_id)) is not None:
             decoder.decode(piece)
+        if self.request.streams:
+            new = self._sent[stage_id].take_new(piece)
+            if new is None:
+                return
+            piece = new
         output_type = self._config.stages[stage_id].final_output_type or ""
         is_progress = piece.step is not None
         if not is_progress or piece.is_last:
             self._keep(stage_id, piece)
         if not is_progress or piece.tensors:
             self._first.setdefault(output_type, time.monotonic())
-        if self.request.streams and (new := self._sent[stage_id].take_new(piece)) is not None:
-            for event in self._make_events(stage_id, output_type, new):
+        if self.request.streams:
+            for event in self._make_events(stage_id, output_type, piece):
                 self.request.on_event(event)
 
     def _keep(self, stage_id: int, piece: StageOutput) -> None:

@@ -102,7 +102,7 @@ def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2
     assert (
-        "--omni is for serve, run-batch, config, bench, demo, playground, doctor; leave it out for chat" in result.err
+        "--omni is for serve, config, bench, run-batch, demo, playground, doctor; leave it out for chat" in result.err
     )
     result = run("bench", "latency", "--omni")
     assert result.code == 2

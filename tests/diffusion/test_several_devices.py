@@ -49,7 +49,7 @@ def test_the_stage_of_a_killed_process_restarts_and_the_request_goes_on(
     os.kill(denoiser.pid, signal.SIGKILL)
     *others, last = events
     steps = [event.step for event in (first, *others) if isinstance(event, ImageProgressEvent)]
-    assert len(steps) == len(others) + 1 and steps == sorted(set(steps))
+    assert steps == list(range(200))
     assert isinstance(last, CompletedEvent)
     (undisturbed,) = llm.generate("a hen", params, use_tqdm=False)
     np.testing.assert_allclose(last.outputs[0].images[0], undisturbed.images[0], rtol=0, atol=1e-4)

@@ -160,7 +160,7 @@ def test_a_stage_that_dies_of_an_update_is_named_and_keeps_the_old_weights(llm: 
 
     thread = threading.Thread(target=finish)
     thread.start()
-    while not llm._pipeline.orchestrator._operations._calls:
+    while not llm._pipeline.orchestrator._control_calls._calls:
         pass
     os.kill(process(llm), signal.SIGKILL)
     thread.join()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
-from vllm_omni.entrypoints.operations import PipelineOperations, blocking
+from vllm_omni.entrypoints.operations import BlockingOperations
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.logs import log_to_stderr
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     SamplingParamsList = Sequence[StageSamplingParams] | StageSamplingParams
 
 
-class OmniLLM(OmniBase):
+class OmniLLM(BlockingOperations, OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
     Use it as a context manager, or call `close()`: both end all processes and leave nothing behind.
@@ -48,25 +48,6 @@ class OmniLLM(OmniBase):
     Log lines go to stderr, without what vLLM says of its start, unless its variables (`VLLM_LOGGING_LEVEL`) say
     otherwise.
     """
-
-    pause_generation = blocking(PipelineOperations.pause_generation)
-    resume_generation = blocking(PipelineOperations.resume_generation)
-    is_paused = blocking(PipelineOperations.is_paused)
-    sleep = blocking(PipelineOperations.sleep)
-    wake_up = blocking(PipelineOperations.wake_up)
-    is_sleeping = blocking(PipelineOperations.is_sleeping)
-    reset_prefix_cache = blocking(PipelineOperations.reset_prefix_cache)
-    reset_mm_cache = blocking(PipelineOperations.reset_mm_cache)
-    reset_encoder_cache = blocking(PipelineOperations.reset_encoder_cache)
-    start_profile = blocking(PipelineOperations.start_profile)
-    stop_profile = blocking(PipelineOperations.stop_profile)
-    collective_rpc = blocking(PipelineOperations.collective_rpc)
-    init_weight_transfer_engine = blocking(PipelineOperations.init_weight_transfer_engine)
-    start_weight_update = blocking(PipelineOperations.start_weight_update)
-    update_weights = blocking(PipelineOperations.update_weights)
-    finish_weight_update = blocking(PipelineOperations.finish_weight_update)
-    update_weight_version = blocking(PipelineOperations.update_weight_version)
-    get_weight_version = blocking(PipelineOperations.get_weight_version)
 
     def _prepare(self) -> None:
         log_to_stderr()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator does with a running pipeline, by the names, arguments and results of vLLM's `LLM` and `AsyncLLM`.
 
-`PipelineOperations` has the methods; they block. `blocking` and `in_thread` make them methods of `OmniLLM`, and
-coroutines of `AsyncOmniLLM` and of the server's engine client. A method asks every stage whose kind knows the verb;
-what no stage knows is refused.
+`PipelineOperations` has the methods; they block. `BlockingOperations` makes them methods of `OmniLLM`, and
+`AsyncOperations` coroutines of `AsyncOmniLLM` and of the server's engine client. A method asks every stage whose kind
+knows the verb; what no stage knows is refused.
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ class _Operated(Protocol):
     def operations(self) -> PipelineOperations: ...
 
 
-def blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callable[Concatenate[_Operated, P], R]:
+def _blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callable[Concatenate[_Operated, P], R]:
     """An operation as a method of a pipeline."""
 
     @functools.wraps(method)
@@ -444,7 +444,7 @@ def blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callabl
     return call
 
 
-def in_thread(
+def _in_thread(
     method: Callable[Concatenate[PipelineOperations, P], R],
 ) -> Callable[Concatenate[_Operated, P], Coroutine[Any, Any, R]]:
     """An operation as a coroutine. Each call has a thread of its own: one that waits keeps no other from running."""
@@ -466,25 +466,48 @@ def in_thread(
     return call
 
 
+class BlockingOperations:
+    """The operations as methods, for a class with the property `operations`."""
+
+    pause_generation = _blocking(PipelineOperations.pause_generation)
+    resume_generation = _blocking(PipelineOperations.resume_generation)
+    is_paused = _blocking(PipelineOperations.is_paused)
+    sleep = _blocking(PipelineOperations.sleep)
+    wake_up = _blocking(PipelineOperations.wake_up)
+    is_sleeping = _blocking(PipelineOperations.is_sleeping)
+    reset_prefix_cache = _blocking(PipelineOperations.reset_prefix_cache)
+    reset_mm_cache = _blocking(PipelineOperations.reset_mm_cache)
+    reset_encoder_cache = _blocking(PipelineOperations.reset_encoder_cache)
+    start_profile = _blocking(PipelineOperations.start_profile)
+    stop_profile = _blocking(PipelineOperations.stop_profile)
+    collective_rpc = _blocking(PipelineOperations.collective_rpc)
+    init_weight_transfer_engine = _blocking(PipelineOperations.init_weight_transfer_engine)
+    start_weight_update = _blocking(PipelineOperations.start_weight_update)
+    update_weights = _blocking(PipelineOperations.update_weights)
+    finish_weight_update = _blocking(PipelineOperations.finish_weight_update)
+    update_weight_version = _blocking(PipelineOperations.update_weight_version)
+    get_weight_version = _blocking(PipelineOperations.get_weight_version)
+
+
 class AsyncOperations:
     """The operations as coroutines, for a class with the property `operations`."""
 
-    pause_generation = in_thread(PipelineOperations.pause_generation)
-    resume_generation = in_thread(PipelineOperations.resume_generation)
-    is_paused = in_thread(PipelineOperations.is_paused)
-    sleep = in_thread(PipelineOperations.sleep)
-    wake_up = in_thread(PipelineOperations.wake_up)
-    is_sleeping = in_thread(PipelineOperations.is_sleeping)
-    reset_prefix_cache = in_thread(PipelineOperations.reset_prefix_cache)
-    reset_mm_cache = in_thread(PipelineOperations.reset_mm_cache)
-    reset_encoder_cache = in_thread(PipelineOperations.reset_encoder_cache)
-    start_profile = in_thread(PipelineOperations.start_profile)
-    stop_profile = in_thread(PipelineOperations.stop_profile)
-    add_lora = in_thread(PipelineOperations.add_lora)
-    collective_rpc = in_thread(PipelineOperations.collective_rpc)
-    init_weight_transfer_engine = in_thread(PipelineOperations.init_weight_transfer_engine)
-    start_weight_update = in_thread(PipelineOperations.start_weight_update)
-    update_weights = in_thread(PipelineOperations.update_weights)
-    finish_weight_update = in_thread(PipelineOperations.finish_weight_update)
-    update_weight_version = in_thread(PipelineOperations.update_weight_version)
-    get_weight_version = in_thread(PipelineOperations.get_weight_version)
+    pause_generation = _in_thread(PipelineOperations.pause_generation)
+    resume_generation = _in_thread(PipelineOperations.resume_generation)
+    is_paused = _in_thread(PipelineOperations.is_paused)
+    sleep = _in_thread(PipelineOperations.sleep)
+    wake_up = _in_thread(PipelineOperations.wake_up)
+    is_sleeping = _in_thread(PipelineOperations.is_sleeping)
+    reset_prefix_cache = _in_thread(PipelineOperations.reset_prefix_cache)
+    reset_mm_cache = _in_thread(PipelineOperations.reset_mm_cache)
+    reset_encoder_cache = _in_thread(PipelineOperations.reset_encoder_cache)
+    start_profile = _in_thread(PipelineOperations.start_profile)
+    stop_profile = _in_thread(PipelineOperations.stop_profile)
+    add_lora = _in_thread(PipelineOperations.add_lora)
+    collective_rpc = _in_thread(PipelineOperations.collective_rpc)
+    init_weight_transfer_engine = _in_thread(PipelineOperations.init_weight_transfer_engine)
+    start_weight_update = _in_thread(PipelineOperations.start_weight_update)
+    update_weights = _in_thread(PipelineOperations.update_weights)
+    finish_weight_update = _in_thread(PipelineOperations.finish_weight_update)
+    update_weight_version = _in_thread(PipelineOperations.update_weight_version)
+    get_weight_version = _in_thread(PipelineOperations.get_weight_version)

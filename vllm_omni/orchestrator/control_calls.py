@@ -38,7 +38,7 @@ class _Call:
     answers: dict[int, ControlResult] = field(default_factory=dict)
 
 
-class Operations:
+class ControlCalls:
     """Sends verbs to replicas, one verb after the other, and gathers their answers.
 
     A replica that dies fails the verb that it was told. One that starts while the pipeline is frozen is frozen, too.

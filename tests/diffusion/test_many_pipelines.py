@@ -82,7 +82,6 @@ MEDIA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FluxFillPipeline": (MASK, SMALL),
     "QwenImageInpaintPipeline": (MASK, {**BY_SIZE, "negative_prompt": "dark"}),
     "ZImageInpaintPipeline": (MASK, BY_SIZE),
-    "FluxKontextInpaintPipeline": (MASK, {**BY_SIZE, "max_area": 64 * 64}),
     "Flux2KleinInpaintPipeline": (MASK, {**BY_SIZE, "max_sequence_length": 64}),
     "StableDiffusionPAGInpaintPipeline": (MASK, BY_SIZE),
     "FluxControlPipeline": (CONTROL, SMALL),

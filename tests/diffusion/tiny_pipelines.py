@@ -316,7 +316,6 @@ _SHARED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "FluxControlPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
     "FluxControlImg2ImgPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
     "FluxControlInpaintPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
-    "FluxKontextInpaintPipeline": ("flux", dict),
     "Flux2KleinInpaintPipeline": ("flux2_klein", dict),
     "LucyEditPipeline": ("wan", lambda: {"transformer": WanTransformer3DModel(**_WAN, in_channels=2 * 16)}),
     "QwenImageInpaintPipeline": ("qwen_image", dict),

@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 GROUP = "app"
 AS_VLLM = {
     "/openapi.json", "/docs/oauth2-redirect", "/load", "/version", "/metrics", "/tokenize",
-    "/detokenize", "/v1/models", "/v1/chat/completions/batch", "/generative_scoring", "/v1/systemone", "/v1/decisions",
+    "/detokenize", "/v1/models", "/v1/chat/completions/batch", "/generative_scoring",
     *scale_out.PATHS, abort_requests.SCALE_OUT_PATH,
 }  # fmt: skip
 OPERATION = {

@@ -71,6 +71,7 @@ OWN_PATHS = frozenset(
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
 WITHHELD_PATHS: dict[str, str] = {
     "/redoc": "a network, for the browser; `/docs` has the same and needs none",
+    **dict.fromkeys(("/v1/systemone", "/v1/decisions"), "a checkpoint that was made to decide"),
     "/shutdown_weight_transfer_engine": "a connection to a trainer; weights come from folders",
     "/start_draft_weight_update": "draft models of their own; those of a stage are part of its checkpoint",
     "/weight_checker": "checksums of the tensors of one model; `/weight_info` has the versions of all stages",
@@ -84,7 +85,10 @@ WITHHELD_PATHS: dict[str, str] = {
 """vLLM's paths that a pipeline does not have, with what they need. `tests/entrypoints/openai/test_vllm_paths.py`
 compares them with vLLM's application."""
 
-TEXT_ONLY_PATHS = ("/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens")
+TEXT_ONLY_PATHS = (
+    "/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens",
+    "/generative_scoring",
+)  # fmt: skip
 """Their answers have no place for anything else."""
 CHAT_PATHS = ("/v1/chat/completions", "/v1/completions", *TEXT_ONLY_PATHS)
 TEXT_PATHS = (*CHAT_PATHS[1:], "/tokenize", "/detokenize")

@@ -62,11 +62,13 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_omni.metrics.status_line import importing_vllm
     from vllm_omni.vllm_requirement import require_vllm
 
     require_vllm()
     module, attribute = _MODULES[name]
-    value = getattr(import_module(module), attribute)
+    with importing_vllm():
+        value = getattr(import_module(module), attribute)
     globals()[name] = value
     return value
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import msgspec
 
+DEFAULT_WEIGHT_VERSION = "default"
+"""vLLM's, of the weights of a checkpoint."""
+
 
 class Verb(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Base of all verbs."""
@@ -86,6 +89,44 @@ class WakeUp(Verb, frozen=True):
     tags: list[str] | None = None
 
 
+class CheckWeights(Verb, frozen=True):
+    """Compare names, shapes and kinds of new weights with those of the stage's checkpoint; they are not read.
+
+    Attributes:
+        weights_path: Their folder; see `stage.weights`.
+    """
+
+    weights_path: str
+
+
+class LoadWeights(Verb, frozen=True):
+    """Load new weights beside those that the stage computes with."""
+
+    weights_path: str
+
+
+class CommitWeights(Verb, frozen=True):
+    """Compute with the weights that were loaded, and forget what was computed with the others.
+
+    Attributes:
+        weight_version: What outputs call them.
+        weights_path: Where they came from: the next process of the stage loads them from there.
+    """
+
+    weight_version: str
+    weights_path: str
+
+
+class DropWeights(Verb, frozen=True):
+    """Drop the weights that were loaded, if there are any."""
+
+
+class UpdateWeightVersion(Verb, frozen=True):
+    """Call the weights by another version."""
+
+    new_version: str
+
+
 class CollectiveRPC(Verb, frozen=True):
     """Call a method of each worker. Result: a list of what they return, as JSON or as text."""
 
@@ -94,6 +135,11 @@ class CollectiveRPC(Verb, frozen=True):
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
 
+
+WEIGHT_VERBS: frozenset[type[Verb]] = frozenset(
+    {CheckWeights, LoadWeights, CommitWeights, DropWeights, UpdateWeightVersion}
+)
+"""Those of a stage whose weights can change while it runs."""
 
 AnyVerb = (
     Freeze
@@ -106,6 +152,11 @@ AnyVerb = (
     | AddLoRA
     | Sleep
     | WakeUp
+    | CheckWeights
+    | LoadWeights
+    | CommitWeights
+    | DropWeights
+    | UpdateWeightVersion
     | CollectiveRPC
 )
 """A verb as a message carries it."""

@@ -50,7 +50,8 @@ class OmniPrompt(TypedDict, total=False):
     """One prompt of `OmniLLM.generate`: vLLM's text, token or embedding prompt, with further keys.
 
     `negative_prompt` is for diffusion stages; it may be set in their sampling parameters instead. `multi_modal_data` is
-    for the first stage; a diffusion stage reads its images, one or a list: `{"image": PIL.Image.open("cat.png")}`.
+    for the first stage; a diffusion stage reads its images, one or a list, and further media by the names of its
+    diffusers pipeline: `{"image": PIL.Image.open("cat.png"), "mask_image": mask}`.
     `modalities` are the requested outputs (default: all outputs of the pipeline).
     `prompt` can be an async iterator of strings, for `AsyncOmniLLM` and a model that reads its text in pieces.
     `messages` is a conversation as in OpenAI's API, instead of a prompt: it is rendered with the chat template of the

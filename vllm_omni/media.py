@@ -29,6 +29,7 @@ _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _INTERLEAVED = {"max_interleave_delta": "0"}  # pictures and sound side by side in a file of any length
 _LAYOUTS = {1: "mono", 2: "stereo"}
 _AAC_BIT_RATE = 96_000  # of each channel
+_ROUNDING = 0.01  # of pixels in [0, 1]
 _H264_OPTIONS = {"crf": "18"}  # constant quality, visually lossless
 _BT709 = 1  # of H.264's tables of primaries, transfer functions and matrices
 _LIMITED_RANGE = 1
@@ -81,7 +82,7 @@ def encode_outputs(
         Data: `output_type`, `output_format`, and `fps` of videos or `sample_rate` of audio.
 
     Raises:
-        ValueError: The type does not have this format.
+        ValueError: The type does not have this format, or values are no pixels.
         FloatingPointError: An output contains NaN or infinity, and would be a black image or noise.
     """
     output_format = check_output_format(output_type, params.output_format)
@@ -98,6 +99,9 @@ def encode_outputs(
         data["sample_rate"] = sample_rate
     if output_format == "latent":
         return {"latents": torch.stack(outputs), **_stacked("audio_latents", sounds)}, data
+    if output_format != "np" and output_type != "audio":
+        for index, output in enumerate(outputs):
+            _check_range(output_type, index, output)
     if output_format == "np":
         return {output_type: torch.stack(outputs).float(), **_stacked("audio", sounds)}, data
     if output_format == "pil":
@@ -239,6 +243,15 @@ def _add_track(container: Any, sound: torch.Tensor, sample_rate: int | None) -> 
     track = container.add_stream("aac", rate=sample_rate, layout=_LAYOUTS[len(sound)])
     track.codec_context.bit_rate = _AAC_BIT_RATE * len(sound)
     return track
+
+
+def _check_range(output_type: str, index: int, output: torch.Tensor) -> None:
+    low, high = torch.aminmax(output)
+    if low < -_ROUNDING or high > 1 + _ROUNDING:
+        raise ValueError(
+            f"{output_type} {index} has values from {low:.2g} to {high:.2g}, such as directions of surfaces, and no "
+            "picture; use output_format np"
+        )
 
 
 def _check_numbers(output_type: str, index: int, output: torch.Tensor) -> None:

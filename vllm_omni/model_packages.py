@@ -46,6 +46,7 @@ class ModelPackage:
             every process of a pipeline with such a stage.
         speech_adapters: What the declarations of transformers' speech classes do not tell, by the name of the class, as
             `module:class`: a `SpeechModel`. Imported where such a checkpoint is opened.
+        transcription_adapters: The same of its classes that transcribe: a `TranscriptionModel`.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
 
@@ -61,11 +62,12 @@ class ModelPackage:
     checkpoints: Path | None = None
     stage_kinds: Mapping[str, str] = field(default_factory=dict)
     speech_adapters: Mapping[str, str] = field(default_factory=dict)
+    transcription_adapters: Mapping[str, str] = field(default_factory=dict)
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        named = (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds, self.speech_adapters)
-        for paths in named:
+        adapters = (self.speech_adapters, self.transcription_adapters)
+        for paths in (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds, *adapters):
             for name, path in paths.items():
                 if path.count(":") != 1:
                     raise ValueError(f"{name}: {path!r} is not module:class")
@@ -100,6 +102,7 @@ class ModelPackage:
             "checkpoint": self.checkpoint_folders,
             "kind of stages": self.stage_kinds,
             "speech adapter": self.speech_adapters,
+            "transcription adapter": self.transcription_adapters,
             "tiny checkpoint": self.tiny_checkpoints,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
@@ -157,6 +160,12 @@ class InstalledModels:
     def speech_adapters(self) -> dict[str, str]:
         """`module:class` by the class of transformers."""
         return {name: path for models in self.packages.values() for name, path in models.speech_adapters.items()}
+
+    @functools.cached_property
+    def transcription_adapters(self) -> dict[str, str]:
+        """`module:class` by the class of transformers."""
+        packages = self.packages.values()
+        return {name: path for models in packages for name, path in models.transcription_adapters.items()}
 
     @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 import torch
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
 from vllm_omni import notebook
 from vllm_omni.errors import RequestError
@@ -29,6 +29,7 @@ class Completion(msgspec.Struct, kw_only=True):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
@@ -131,6 +132,7 @@ def _merge_completion(parts: list[Completion]) -> Completion:
         logprobs=[position for piece in logprobs for position in piece] if logprobs else None,
         finish_reason=parts[-1].finish_reason,
         stop_reason=parts[-1].stop_reason,
+        weight_versions=parts[-1].weight_versions,
     )
 
 

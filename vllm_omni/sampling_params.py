@@ -54,18 +54,36 @@ class DiffusionSamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     extra_args: dict[str, Any] = {}
 
 
+class MediaInput(msgspec.Struct, kw_only=True):
+    """The value of a media argument of a pipeline's call, or a part of it.
+
+    Attributes:
+        kind: `image`, whose `tensor` is uint8 `[height, width, 1 or 3]`; `frames`, `[frames, height, width, 1 or 3]`; a
+            `tensor` or an `array` in the pipeline's own format; a list of `items`; the `fields` of a dataclass, with
+            media and `plain` values.
+    """
+
+    kind: Literal["image", "frames", "tensor", "array", "items", "fields", "plain"]
+    tensor: torch.Tensor | None = None
+    items: list["MediaInput"] = []
+    fields: dict[str, "MediaInput"] = {}
+    plain: bool | int | float | str | None = None
+
+
 class DiffusionRequest(msgspec.Struct, kw_only=True):
     """The checked parameters of one request for a diffusion stage.
 
     Attributes:
         params: The settings, with the stage's defaults.
         seeds: One for each output.
-        images: Input images, uint8 `[height, width, 3]`, or `[..., 4]` with transparency.
+        images: Input images (`image`), uint8 `[height, width, 3]`, or `[..., 4]` with transparency.
+        media: Other media arguments of the pipeline's call, by name.
         lora_name, lora_path: The LoRA adapter, if any.
     """
 
     params: DiffusionSamplingParams
     seeds: list[int]
     images: list[torch.Tensor] = []
+    media: dict[str, MediaInput] = {}
     lora_name: str | None = None
     lora_path: str | None = None

@@ -40,6 +40,7 @@ ALL_SETTINGS: dict[str, Any] = {
     "max_pixels": 4096,
     "max_frames": 5,
     "max_steps": 4,
+    "max_seconds": 30.0,
     "max_outputs": 1,
     "preview_size": 32,
 }

@@ -13,13 +13,13 @@ from vllm_omni.config import stage_config
 from vllm_omni.config.dit_config import DiTConfig, parse_dit_config
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage import StageRuntimeConfig
-from vllm_omni.model_executor.speech_model import SpeechSettings
+from vllm_omni.model_executor.transformers_model import TransformersSettings
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 CLASSES = {
     "## `stage_args[]`": stage_config.OmniStageConfig,
     "### `engine_args` of a `DiT` stage": DiTConfig,
-    "### `engine_args` of a `transformers` stage": SpeechSettings,
+    "### `engine_args` of a `transformers` stage": TransformersSettings,
     "## `stage_args[].runtime`": StageRuntimeConfig,
     "## `runtime`": stage_config.RuntimeConfig,
     "### `runtime.defaults`": stage_config.RuntimeDefaults,

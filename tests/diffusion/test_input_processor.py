@@ -48,13 +48,13 @@ def process(
 
 
 def test_a_stage_that_could_serve_no_request_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StageConfigError, match=r"FluxFillPipeline needs mask_image, and a request has only a prompt"):
-        make_processor(tmp_path, "FluxFillPipeline")
-    make_processor(tmp_path, "FluxFillPipeline", sources=(0,))  # which may make the mask
+    with pytest.raises(StageConfigError, match=r"SanaWMLTX2Refiner needs sana_latent, which other pipelines make"):
+        make_processor(tmp_path, "SanaWMLTX2Refiner")
+    make_processor(tmp_path, "SanaWMLTX2Refiner", sources=(0,))  # which may make the latents
 
 
 @pytest.mark.parametrize("positions", [None, 514])
-def test_a_checkpoint_for_the_first_and_the_last_frame_is_refused(tmp_path: Path, positions: int | None) -> None:
+def test_a_checkpoint_for_the_first_and_the_last_frame_needs_both(tmp_path: Path, positions: int | None) -> None:
     """It is of the same class as those for the first frame alone."""
     index = {"_class_name": "WanImageToVideoPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
     (tmp_path / "transformer").mkdir()
@@ -63,8 +63,11 @@ def test_a_checkpoint_for_the_first_and_the_last_frame_is_refused(tmp_path: Path
     if positions is None:
         make_processor(tmp_path, None, makes="video")
         return
-    with pytest.raises(StageConfigError, match="WanImageToVideoPipeline needs last_image, and a request has only"):
-        make_processor(tmp_path, None, makes="video")
+    processor = make_processor(tmp_path, None, makes="video")
+    with pytest.raises(ValueError, match=r"WanImageToVideoPipeline needs last_image; give .*'last_image': \.\.\.\}"):
+        process(processor, image=IMAGE)
+    frames = {"image": IMAGE, "last_image": IMAGE}
+    assert list(process(processor, multi_modal_data=frames).media) == ["last_image"]
 
 
 def test_settings_may_be_a_dict_or_an_object(processors: dict[str, DiffusionInputProcessor]) -> None:
@@ -247,11 +250,15 @@ def test_bad_settings_are_refused(
         ("text", {"negative_prompt": ["a"]}, ["negative_prompt must be a string, not a list"]),
         ("text", {"additional_information": {"x": torch.ones(1)}}, ["'x' is a tensor"]),
         ("text", {"additional_information": [1]}, ["additional_information must be a dict"]),
-        ("text", {"multi_modal_data": {"audio": np.ones(4)}}, ["'audio'", "images only"]),
+        (
+            "text",
+            {"multi_modal_data": {"audio": np.ones(4)}},
+            ["ZImagePipeline takes no 'audio' (it takes image, mask_image)"],
+        ),
         ("text", {"multi_modal_data": {"image": "cat.png"}}, ["image 0 is a str", "PIL.Image.open"]),
         ("text", {"multi_modal_data": {"image": [IMAGE, IMAGE]}}, ["one input image for a prompt, not 2"]),
         ("text", {"multi_modal_data": {"image": Image.new("RGB", (2048, 1024))}}, ["image 0", "max_pixels"]),
-        ("video", {"multi_modal_data": {"image": IMAGE}}, ["WanPipeline takes no input images"]),
+        ("video", {"multi_modal_data": {"image": IMAGE}}, ["WanPipeline takes no 'image' (it takes video)"]),
         ("edit", {}, ["QwenImageEditPipeline needs an input image"]),
         ("edit", {"multi_modal_data": {"image": []}}, ["needs an input image"]),
     ],

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many of diffusers' pipeline classes in one process: each request makes what bare diffusers makes, alone and among
-others. `docs/diffusion.md` lists these classes: `python -m tests.diffusion.test_many_pipelines` prints its table."""
+others. `docs/diffusion.md` lists these classes: `python -m tests.diffusion.test_many_pipelines` prints its tables."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,21 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from PIL import Image
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.diffusion.indexes import make_processor
 from tests.diffusion.tiny_calls import make_image
 from tests.diffusion.tiny_pipelines import build
+from tests.diffusion.watched_engine import WatchedEngine
 from tests.executor.test_diffusers_executor import Harness
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.inputs import StageRequest
+from vllm_omni.sampling_params import DiffusionSamplingParams
+from vllm_omni.stage.engines.base import NewRequest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "diffusion.md"
 
@@ -53,6 +63,51 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 """Class of diffusers -> arguments of its call."""
 
+GREY = Image.fromarray(np.kron(np.eye(2, dtype=np.uint8) * 255, np.ones((32, 32), np.uint8)))
+"""A mask: half of it is white."""
+MASK = {"image": make_image(0, 64, 64), "mask_image": GREY}
+MASK_32 = {"image": make_image(0, 32, 32), "mask_image": GREY.resize((32, 32))}
+CONTROL = {"control_image": make_image(1, 64, 64)}
+FRAMES = [make_image(seed, 64, 64) for seed in range(5)]
+FIRST_AND_LAST = {"image": FRAMES[0], "last_image": FRAMES[1]}
+CHANGED = {"num_inference_steps": 3, "strength": 0.7}
+BY_SIZE = {**SMALL, **CHANGED}
+CONDITIONS = [{"frames": FRAMES[0]}, {"frames": FRAMES[1], "index": -1, "strength": 0.8}]
+SMALL_LTX2 = {**SMALL, "num_frames": 9, "stg_scale": 0.0, "audio_stg_scale": 0.0, "max_sequence_length": 64}
+MEDIA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "StableDiffusionInpaintPipeline": (MASK, BY_SIZE),
+    "StableDiffusionXLInpaintPipeline": (MASK, BY_SIZE),
+    "StableDiffusion3InpaintPipeline": (MASK, BY_SIZE),
+    "FluxInpaintPipeline": (MASK, BY_SIZE),
+    "FluxFillPipeline": (MASK, SMALL),
+    "QwenImageInpaintPipeline": (MASK, {**BY_SIZE, "negative_prompt": "dark"}),
+    "ZImageInpaintPipeline": (MASK, BY_SIZE),
+    "Flux2KleinInpaintPipeline": (MASK, {**BY_SIZE, "max_sequence_length": 64}),
+    "StableDiffusionPAGInpaintPipeline": (MASK, BY_SIZE),
+    "FluxControlPipeline": (CONTROL, SMALL),
+    "FluxControlImg2ImgPipeline": ({"image": FRAMES[0], **CONTROL}, BY_SIZE),
+    "FluxControlInpaintPipeline": ({**MASK, **CONTROL}, BY_SIZE),
+    "StableDiffusionControlNetImg2ImgPipeline": ({"image": FRAMES[0], **CONTROL}, BY_SIZE),
+    "StableDiffusionControlNetInpaintPipeline": ({**MASK, **CONTROL}, {**BY_SIZE, "padding_mask_crop": 8}),
+    "StableDiffusionXLControlNetImg2ImgPipeline": ({"image": FRAMES[0], **CONTROL}, BY_SIZE),
+    "StableDiffusionXLControlNetInpaintPipeline": ({**MASK, **CONTROL}, BY_SIZE),
+    "MultiStableDiffusionControlNetPipeline": ({"image": FRAMES[:2]}, SMALL),
+    "MultiStableDiffusionXLControlNetImg2ImgPipeline": ({"image": FRAMES[0], "control_image": FRAMES[1:3]}, BY_SIZE),
+    "AnimateDiffVideoToVideoPipeline": ({"video": FRAMES[:2]}, {**BY_SIZE}),
+    "CogVideoXVideoToVideoPipeline": ({"video": FRAMES}, {**BY_SIZE, "use_dynamic_cfg": False}),
+    "WanVideoToVideoPipeline": ({"video": FRAMES}, BY_SIZE),
+    "LucyEditPipeline": ({"video": FRAMES}, {**SMALL, "num_frames": 5}),
+    "AnimateDiffControlNetPipeline": ({"conditioning_frames": FRAMES[:2]}, {**SMALL, "num_frames": 2}),
+    "WanImageToVideoPipeline": (FIRST_AND_LAST, {**SMALL, "num_frames": 5}),
+    "WanVACEPipeline": ({"video": FRAMES, "mask": [GREY] * 5}, {**SMALL, "num_frames": 5}),
+    "LTX2ConditionPipeline": ({"conditions": CONDITIONS}, SMALL_LTX2),
+    "IFInpaintingPipeline": (MASK_32, CHANGED),
+    "StableVideoDiffusionPipeline": ({"image": FRAMES[0]}, {**SMALL, "num_frames": 2, "decode_chunk_size": 2}),
+    "StableDiffusionImageVariationPipeline": ({"image": FRAMES[0]}, SMALL),
+    "MarigoldDepthPipeline": ({"image": FRAMES[0]}, {"num_inference_steps": 2, "processing_resolution": 64}),
+}
+"""Class of diffusers, `Multi` before it: with two ControlNets -> media, and other arguments, of its call."""
+
 ALONE = {
     **dict.fromkeys([name for name in CALLS if "PAG" in name], "unet"),
     "PixArtSigmaPAGPipeline": "transformer",
@@ -72,7 +127,10 @@ class Bare:
 
     def __call__(self, prompt: str, seed: int, call: dict[str, Any]) -> np.ndarray:
         generator = torch.Generator().manual_seed(seed)
-        return np.asarray(self.pipe(prompt=prompt, generator=generator, **call, output_type="np")[0][0])
+        prompts = {"prompt": prompt} if prompt else {}
+        output_type = "pil" if "padding_mask_crop" in call else "np"
+        made = self.pipe(**prompts, generator=generator, **call, output_type=output_type)[0][0]
+        return np.asarray(made) if output_type == "np" else np.asarray(made, np.float32) / 255
 
 
 @pytest.mark.slow
@@ -98,6 +156,49 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tmp_path: 
     assert max(harness.batches) == (1 if "PAG" in name else 6)
 
 
+def as_diffusers_has_it(name: str, media: dict[str, Any]) -> dict[str, Any]:
+    """The media of a bare call: our plain dicts are its dataclasses."""
+    if name != "LTX2ConditionPipeline":
+        return media
+    return {"conditions": [LTX2VideoCondition(**fields) for fields in media["conditions"]]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEDIA)
+def test_media_give_what_they_give_in_diffusers(
+    name: str, tmp_path: Path, tiny_diffusion: Callable[[str], Path]
+) -> None:
+    build(name, tiny_diffusion).save_pretrained(tmp_path)
+    media, settings = MEDIA[name]
+    bare = Bare(name.removeprefix("Multi"), tmp_path)
+    takes_prompt = "prompt" in call_parameters(type(bare.pipe))
+    prompts = PROMPTS if takes_prompt else ("",) * len(PROMPTS)
+    call = {**settings, **as_diffusers_has_it(name, media)}
+    expected = [bare(prompt, seed, call) for seed, prompt in enumerate(prompts)]
+    is_video = expected[0].ndim == 4
+    assert expected[0].std() > 0.01 and np.abs(expected[0] - expected[1]).max() > 1e-3
+
+    processor = make_processor(tmp_path, None, makes="video" if is_video else "image")
+    extra = {key: value for key, value in settings.items() if key not in DiffusionSamplingParams.__struct_fields__}
+    own = {key: value for key, value in settings.items() if key not in extra}
+    requests = {}
+    for seed, prompt in enumerate(prompts):
+        given = {"multi_modal_data": media, **({"prompt": prompt} if takes_prompt else {})}
+        diffusion = processor.process(given, {**own, "extra_args": extra, "seed": seed, "output_format": "np"})
+        request = StageRequest(request_id=str(seed), prompt=prompt or None, diffusion=diffusion)
+        sent = MsgpackDecoder(StageRequest).decode(MsgpackEncoder().encode(request))  # as another process gets it
+        requests[str(seed)] = NewRequest(sent)
+
+    watched = WatchedEngine(tmp_path, max_batch_size=6)
+    for group in (["0"], list(requests)):
+        batches = watched.run_to_the_end(*(requests[request_id] for request_id in group))
+        for request_id in group:
+            (made,) = watched.tensors(request_id)["video" if is_video else "image"].numpy()
+            step = 1 / 255 if "padding_mask_crop" in settings else 0  # It is put back into the image as bytes.
+            np.testing.assert_allclose(made, expected[int(request_id)], rtol=0, atol=step + 1e-4, err_msg=request_id)
+    assert max(batches) == (1 if "PAG" in name else 6)
+
+
 def table() -> str:
     """Of the classes in `CALLS`, in the format of the document."""
     apart = {"all": "together", "network": "one request at a time in one network", "job": "one request at a time"}
@@ -107,9 +208,20 @@ def table() -> str:
     return "\n".join(["| requests are computed | diffusers' pipelines |", "|---|---|", *rows])
 
 
+def table_of_media() -> str:
+    """Of the classes in `MEDIA`, in the format of the document."""
+    by_media: dict[str, list[str]] = {}
+    for name, (media, _) in MEDIA.items():
+        words = f"`{name.removeprefix('Multi')}`{' with several ControlNets' if name.startswith('Multi') else ''}"
+        by_media.setdefault(", ".join(f"`{each}`" for each in media), []).append(words)
+    rows = [f"| {media} | {', '.join(names)} |" for media, names in by_media.items()]
+    return "\n".join(["| `multi_modal_data` | diffusers' pipelines |", "|---|---|", *rows])
+
+
 def test_the_document_lists_these_classes() -> None:
-    assert f"\n\n{table()}\n\n" in DOCUMENT.read_text()
+    text = DOCUMENT.read_text()
+    assert f"\n\n{table()}\n\n" in text and f"\n\n{table_of_media()}\n\n" in text
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), table_of_media(), sep="\n\n")

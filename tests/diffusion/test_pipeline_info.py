@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a diffusers checkpoint is found to be, from its `model_index.json` and diffusers' own declarations."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,13 +48,13 @@ def test_what_a_pipeline_makes_and_takes(
     info = load(tmp_path, class_name)
 
     assert (info.output_type, info.needs_images, info.takes_images) == (made, needs_images, with_images is not None)
-    assert info.class_for(has_images=False) is info.pipeline_class
+    assert info.class_for([]) is info.pipeline_class
     if with_images is None:
-        with pytest.raises(ValueError, match=rf"{class_name} takes no input images"):
-            info.class_for(has_images=True)
+        with pytest.raises(ValueError, match=rf"{class_name} takes no 'image' \(it takes"):
+            info.class_for(["image"])
     else:
-        assert info.class_for(has_images=True).__name__ == with_images
-        assert takes_several_images(info.class_for(has_images=True)) == several
+        assert info.class_for(["image"]).__name__ == with_images
+        assert takes_several_images(info.class_for(["image"])) == several
 
 
 def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
@@ -63,26 +64,52 @@ def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("class_name", "missing"),
+    ("class_name", "needed"),
     [
-        ("FluxFillPipeline", ["mask_image"]),
-        ("StableDiffusionXLControlNetInpaintPipeline", ["mask_image", "control_image"]),
+        ("FluxFillPipeline", ["image", "mask_image"]),
+        ("StableDiffusionXLControlNetInpaintPipeline", ["image", "mask_image", "control_image"]),
         ("WanVideoToVideoPipeline", ["video"]),
-        ("WanAnimatePipeline", ["pose_video", "face_video"]),
+        ("WanAnimatePipeline", ["image", "pose_video", "face_video"]),
         ("KandinskyPipeline", ["image_embeds", "negative_image_embeds"]),
         ("StableAudio3AudioToAudioPipeline", ["audio"]),
+        ("StableVideoDiffusionPipeline", ["image"]),
+        ("MarigoldDepthPipeline", ["image"]),
         # The others can be left out, or given in extra_args.
         ("WanVACEPipeline", []),
         ("OmniGenPipeline", []),
         ("Cosmos2VideoToWorldPipeline", []),
         ("LTXConditionPipeline", []),
-        ("StableDiffusionControlNetPipeline", []),
         ("StableDiffusionAttendAndExcitePipeline", []),
         ("FluxPipeline", []),
     ],
 )
-def test_what_a_request_cannot_bring(tmp_path: Path, class_name: str, missing: list[str]) -> None:
-    assert load(tmp_path, class_name).missing_inputs == missing
+def test_what_a_request_must_have(tmp_path: Path, class_name: str, needed: list[str]) -> None:
+    info = load(tmp_path, class_name)
+    assert info.needed_media(info.pipeline_class) == needed and info.missing_inputs == []
+
+
+@pytest.mark.parametrize(
+    ("class_name", "media", "runs"),
+    [
+        ("FluxPipeline", ["image"], "FluxImg2ImgPipeline"),
+        ("FluxPipeline", ["image", "mask_image"], "FluxInpaintPipeline"),
+        ("StableDiffusionXLImg2ImgPipeline", ["mask_image", "image"], "StableDiffusionXLInpaintPipeline"),
+        ("WanPipeline", ["video"], "WanVideoToVideoPipeline"),
+        ("LTX2ConditionPipeline", ["conditions"], "LTX2ConditionPipeline"),
+    ],
+)
+def test_the_class_that_runs_a_request_takes_its_media(
+    tmp_path: Path, class_name: str, media: list[str], runs: str
+) -> None:
+    assert load(tmp_path, class_name).class_for(media).__name__ == runs
+
+
+def test_a_class_that_would_leave_out_a_network_is_not_taken(tmp_path: Path) -> None:
+    """Wan 2.2 has two transformers, of which diffusers' video to video reads one."""
+    index = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"WanPipeline takes no 'video' \(it takes none\)"):
+        PipelineInfo.load(str(tmp_path), DiTConfig()).class_for(["video"])
 
 
 class MyPipeline(ZImagePipeline):
@@ -115,7 +142,7 @@ def test_a_checkpoint_names_classes_of_diffusers_only(tmp_path: Path, monkeypatc
     [
         ("ZImagPipeline", ["diffusers 0.", "'ZImagPipeline'", "did you mean 'ZImagePipeline'", "pipeline_class"]),
         ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
-        ("DDPMPipeline", ["DDPMPipeline takes no prompt"]),
+        ("RFD4ProteinaPipeline", ["takes no prompt and makes", "makes images, videos and sound"]),
         ("LLaDA2Pipeline", ["LLaDA2Pipeline makes text"]),
         ("FluxPriorReduxPipeline", ["makes pooled_prompt_embeds, prompt_embeds, which another", "no image"]),
         ("KandinskyPriorPipeline", ["makes image_embeds, negative_image_embeds, which another"]),

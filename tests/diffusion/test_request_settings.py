@@ -6,7 +6,8 @@ from typing import Any
 import diffusers
 import pytest
 
-from vllm_omni.diffusion.request_settings import call_arguments, default_fps
+from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.request_settings import call_arguments, check_limits, default_fps
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
@@ -67,3 +68,26 @@ def test_what_a_pipeline_does_not_take_is_refused_by_name(
     with pytest.raises(ValueError) as error:
         arguments(class_name, **settings)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("class_name", "extra_args", "words"),
+    [
+        ("KandinskyV22CombinedPipeline", {"prior_num_inference_steps": 11}, "at most 10 (max_steps)"),
+        ("LattePipeline", {"video_length": 9}, "at most 8 (max_frames)"),
+        ("StableVideoDiffusionPipeline", {"decode_chunk_size": 9}, "at most 8 (max_frames)"),
+        ("QwenImageLayeredPipeline", {"layers": 3}, "at most 2 (max_outputs)"),
+        ("QwenImageLayeredPipeline", {"layers": 1, "resolution": 1024}, "at most 4096 pixels (max_pixels)"),
+        ("MarigoldDepthPipeline", {"ensemble_size": 3}, "at most 2 (max_outputs)"),
+        ("AceStepPipeline", {"audio_duration": 31.0}, "at most 30.0 (max_seconds)"),
+        ("StableAudioPipeline", {"audio_end_in_s": float("nan")}, "at most 30.0 (max_seconds)"),
+        ("FluxPipeline", {"max_sequence_length": 2000}, "at most 1024"),
+        ("FluxPipeline", {"sigmas": [0.5] * 11}, "has 11 values; this stage allows at most 10 (max_steps)"),
+    ],
+)
+def test_arguments_that_cost_have_limits(class_name: str, extra_args: dict[str, Any], words: str) -> None:
+    config = DiTConfig(max_steps=10, max_frames=8, max_outputs=2, max_pixels=4096, max_seconds=30.0)
+    given = DiffusionSamplingParams(height=8, width=8, num_frames=1, num_inference_steps=1, extra_args=extra_args)
+    with pytest.raises(ValueError) as error:
+        check_limits(given, getattr(diffusers, class_name), config)
+    assert words in str(error.value)

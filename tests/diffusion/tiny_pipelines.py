@@ -2,17 +2,24 @@
 """Tiny pipelines of many of diffusers' classes, built of shared parts with random weights."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLTemporalDecoder,
+    CogVideoXDDIMScheduler,
+    CogVideoXTransformer3DModel,
     ControlNetModel,
     DDIMScheduler,
     DDPMScheduler,
     DiffusionPipeline,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
     Kandinsky3UNet,
     LatteTransformer3DModel,
     LCMScheduler,
@@ -24,8 +31,12 @@ from diffusers import (
     T2IAdapter,
     UnCLIPScheduler,
     UNet2DConditionModel,
+    UNetSpatioTemporalConditionModel,
     VQModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
+from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
 from transformers import (
     CLIPImageProcessor,
     CLIPTextModel,
@@ -35,6 +46,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from vllm_omni.testing.tiny import flux, wan, wan_i2v
 from vllm_omni.testing.tiny.text_encoders import (
     clip_config,
     make_clip_tokenizer,
@@ -52,12 +64,25 @@ _NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedu
 _NO_CHECKER: dict[str, Any] = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
-def build(name: str) -> DiffusionPipeline:
-    """A pipeline of this class. Its networks depend on all of their inputs, and its output is not flat."""
+def build(name: str, tiny_diffusion: Callable[[str], Path] | None = None) -> DiffusionPipeline:
+    """A pipeline of this class. Its networks depend on all of their inputs, and its output is not flat.
+
+    Args:
+        name: The class; `Multi` before it: with two ControlNets.
+        tiny_diffusion: The fixture, for classes with the networks of a checkpoint that ships.
+    """
+    if name in _SHARED:
+        assert tiny_diffusion is not None
+        return _like_a_shared_one(name, tiny_diffusion)
+    name, is_multi = name.removeprefix("Multi"), name.startswith("Multi")
     make = next(make for prefix, make in _FAMILIES.items() if name.startswith(prefix))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = getattr(diffusers, name)(**make(name))
+        arguments = make(name)
+        if is_multi:
+            nets = [arguments["controlnet"], ControlNetModel.from_config(arguments["controlnet"].config)]
+            arguments["controlnet"] = MultiControlNetModel(nets)
+        pipe = getattr(diffusers, name)(**arguments)
     for index, module in enumerate(pipe.components.values()):
         if isinstance(module, torch.nn.Module):
             fill_random(module.eval(), index, 0.7 if "Kandinsky" in name else 1.0)  # it doubles rounding errors else
@@ -109,6 +134,13 @@ def _for_adapter(name: str) -> dict[str, Any]:
     }
 
 
+def _unet_channels(name: str) -> int:
+    """The UNet reads latents; those of an image to edit; or a masked image's, and the mask."""
+    if "Inpaint" in name and "ControlNet" not in name:
+        return 9
+    return 8 if "Pix2Pix" in name or "StableVideo" in name else 4
+
+
 def _controlled(name: str, unet: UNet2DConditionModel) -> dict[str, Any]:
     if "ControlNet" in name:
         net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 4, 8, 8))
@@ -118,7 +150,7 @@ def _controlled(name: str, unet: UNet2DConditionModel) -> dict[str, Any]:
 
 def _stable_diffusion(name: str) -> dict[str, Any]:
     tokenizer = make_clip_tokenizer()
-    unet = _unet(in_channels=8 if "Pix2Pix" in name else 4, **_for_adapter(name))
+    unet = _unet(in_channels=_unet_channels(name), **_for_adapter(name))
     if "LatentConsistency" in name:
         unet = _unet(time_cond_proj_dim=8)
     return {
@@ -135,7 +167,7 @@ def _stable_diffusion(name: str) -> dict[str, Any]:
 def _stable_diffusion_xl(name: str) -> dict[str, Any]:
     tokenizer = make_clip_tokenizer()
     unet = _unet(
-        in_channels=8 if "Pix2Pix" in name else 4,
+        in_channels=_unet_channels(name),
         cross_attention_dim=2 * TEXT,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
@@ -156,13 +188,14 @@ def _stable_diffusion_xl(name: str) -> dict[str, Any]:
 
 
 def _animate_diff(name: str) -> dict[str, Any]:
-    tokenizer = make_clip_tokenizer()
+    tokenizer, unet = make_clip_tokenizer(), _unet()
     return {
         "vae": _vae(),
         "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
         "tokenizer": tokenizer,
-        "unet": _unet(),
+        "unet": unet,
         "scheduler": _ddim(),
+        **_controlled(name, unet),
         "motion_adapter": MotionAdapter(
             block_out_channels=CHANNELS,
             motion_layers_per_block=1,
@@ -170,6 +203,187 @@ def _animate_diff(name: str) -> dict[str, Any]:
             motion_num_attention_heads=2,
         ),
     }
+
+
+def _vision(size: int = 32) -> CLIPVisionModelWithProjection:
+    return CLIPVisionModelWithProjection(
+        CLIPVisionConfig(
+            hidden_size=TEXT,
+            projection_dim=TEXT,
+            intermediate_size=TEXT,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            image_size=size,
+            patch_size=8,
+        )
+    )
+
+
+def _stable_video(name: str) -> dict[str, Any]:
+    unet = UNetSpatioTemporalConditionModel(
+        sample_size=8,
+        in_channels=8,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=TEXT,
+        num_attention_heads=8,
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=3 * 8,
+        layers_per_block=1,
+        num_frames=2,
+    )
+    return {
+        "vae": AutoencoderKLTemporalDecoder(
+            block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4
+        ),
+        "image_encoder": _vision(224),
+        "unet": unet,
+        "scheduler": EulerDiscreteScheduler(
+            **_NOISE,
+            interpolation_type="linear",
+            prediction_type="v_prediction",
+            timestep_type="continuous",
+            use_karras_sigmas=True,
+            sigma_min=0.002,
+            sigma_max=700.0,
+        ),
+        "feature_extractor": CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32),
+    }
+
+
+def _marigold(name: str) -> dict[str, Any]:
+    tokenizer = make_clip_tokenizer()
+    return {
+        "vae": _vae(),
+        "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
+        "tokenizer": tokenizer,
+        "unet": _unet(in_channels=8, cross_attention_dim=TEXT),
+        "scheduler": DDIMScheduler(**_NOISE, prediction_type="v_prediction", clip_sample=False),
+        "prediction_type": "depth",
+        "scale_invariant": True,
+        "shift_invariant": True,
+    }
+
+
+def _image_variation(name: str) -> dict[str, Any]:
+    return {
+        "vae": _vae(),
+        "image_encoder": _vision(),
+        "unet": _unet(),
+        "scheduler": _ddim(),
+        "safety_checker": None,
+        "feature_extractor": CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32),
+        "requires_safety_checker": False,
+    }
+
+
+def _cogvideox(name: str) -> dict[str, Any]:
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=TEXT,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=16,
+        use_rotary_positional_embeddings=True,
+    )
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+    )
+    scheduler = CogVideoXDDIMScheduler(**_NOISE, prediction_type="v_prediction")
+    return {"transformer": transformer, "vae": vae, "scheduler": scheduler, **_t5()}
+
+
+# Classes with networks of the tiny checkpoints that ship -> what is loaded with that class.
+_SHARED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "StableDiffusion3InpaintPipeline": ("stable_diffusion_3", dict),
+    "FluxInpaintPipeline": ("flux", dict),
+    "FluxFillPipeline": ("flux", lambda: {"transformer": _flux(4 * (2 * 16 + 64))}),
+    "FluxControlPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "FluxControlImg2ImgPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "FluxControlInpaintPipeline": ("flux", lambda: {"transformer": _flux(4 * 2 * 16)}),
+    "Flux2KleinInpaintPipeline": ("flux2_klein", dict),
+    "LucyEditPipeline": ("wan", lambda: {"transformer": WanTransformer3DModel(**_WAN, in_channels=2 * 16)}),
+    "QwenImageInpaintPipeline": ("qwen_image", dict),
+    "ZImageInpaintPipeline": ("z_image", dict),
+    "WanVideoToVideoPipeline": ("wan", dict),
+    "WanImageToVideoPipeline": ("wan_i2v", lambda: {"transformer": _wan_first_and_last()}),
+    "WanVACEPipeline": ("wan", lambda: {"transformer": _wan_vace()}),
+    "LTX2ConditionPipeline": ("ltx2", dict),
+}
+
+
+def _like_a_shared_one(name: str, tiny_diffusion: Callable[[str], Path]) -> DiffusionPipeline:
+    """A pipeline of the components of a checkpoint that ships; those with other inputs are new, with its last layer."""
+    checkpoint, make = _SHARED[name]
+    pipe = DiffusionPipeline.from_pretrained(tiny_diffusion(checkpoint))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = make()
+    for index, (part, module) in enumerate(made.items()):
+        fill_random(module.eval(), index, 1.0)
+        module.proj_out.load_state_dict(pipe.components[part].proj_out.state_dict())
+    pipeline_class = getattr(diffusers, name)
+    components, options = pipeline_class._get_signature_keys(pipeline_class)
+    parts = {**pipe.components, **made}
+    known = {part: module for part, module in parts.items() if part in components}
+    settings = {option: pipe.config[option] for option in options if option in pipe.config and option not in parts}
+    return pipeline_class(**known, **settings)
+
+
+def _flux(in_channels: int) -> FluxTransformer2DModel:
+    size = flux.SIZES["default"]
+    return FluxTransformer2DModel(
+        in_channels=in_channels,
+        out_channels=4 * 16,
+        num_layers=size.layers,
+        num_single_layers=size.layers,
+        attention_head_dim=sum(size.axes),
+        num_attention_heads=size.heads,
+        joint_attention_dim=size.text_hidden,
+        pooled_projection_dim=size.text_hidden,
+        guidance_embeds=True,
+        axes_dims_rope=size.axes,
+    )
+
+
+_WAN: dict[str, Any] = {
+    "num_attention_heads": wan.HEADS,
+    "attention_head_dim": wan.HEAD_DIM,
+    "out_channels": 16,
+    "text_dim": wan.TEXT_HIDDEN,
+    "ffn_dim": 2 * wan.HEADS * wan.HEAD_DIM,
+    "num_layers": 2,
+}
+
+
+def _wan_first_and_last() -> WanTransformer3DModel:
+    tokens = (wan_i2v.VISION_PIXELS // 8) ** 2 + 1
+    return WanTransformer3DModel(
+        **_WAN,
+        in_channels=2 * 16 + wan_i2v.MASK_CHANNELS,
+        image_dim=wan_i2v.VISION_HIDDEN,
+        added_kv_proj_dim=wan.HEADS * wan.HEAD_DIM,
+        pos_embed_seq_len=2 * tokens,
+    )
+
+
+def _wan_vace() -> WanVACETransformer3DModel:
+    return WanVACETransformer3DModel(**_WAN, in_channels=16, vace_layers=[0], vace_in_channels=2 * 16 + 64)
 
 
 def _t5(hidden: int = TEXT) -> dict[str, Any]:
@@ -259,15 +473,6 @@ _SIMPLE_ATTENTION: dict[str, Any] = {
 
 def _kandinsky_2_2(name: str) -> dict[str, Any]:
     tokenizer = make_clip_tokenizer()
-    vision = CLIPVisionConfig(
-        hidden_size=TEXT,
-        projection_dim=TEXT,
-        intermediate_size=TEXT,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        image_size=32,
-        patch_size=8,
-    )
     return {
         "unet": _unet(
             out_channels=8, addition_embed_type="image", encoder_hid_dim_type="image_proj", **_SIMPLE_ATTENTION
@@ -275,7 +480,7 @@ def _kandinsky_2_2(name: str) -> dict[str, Any]:
         "scheduler": _ddim(),
         "movq": _movq(),
         "prior_prior": PriorTransformer(num_attention_heads=2, attention_head_dim=12, embedding_dim=TEXT, num_layers=1),
-        "prior_image_encoder": CLIPVisionModelWithProjection(vision),
+        "prior_image_encoder": _vision(),
         "prior_text_encoder": CLIPTextModelWithProjection(clip_config(tokenizer, TEXT, 2)),
         "prior_tokenizer": tokenizer,
         "prior_scheduler": UnCLIPScheduler(
@@ -338,10 +543,14 @@ def _prx_pixel(name: str) -> dict[str, Any]:
 
 
 _FAMILIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "StableDiffusionImageVariation": _image_variation,
     "StableDiffusionXL": _stable_diffusion_xl,
     "StableDiffusion": _stable_diffusion,
     "LatentConsistency": _stable_diffusion,
     "AnimateDiff": _animate_diff,
+    "CogVideoX": _cogvideox,
+    "StableVideo": _stable_video,
+    "Marigold": _marigold,
     "PixArt": _pixart,
     "Latte": _latte,
     "OmniGen": _omnigen,

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-from vllm_omni import OmniLLM
+from vllm_omni import ARSegmentEvent, OmniLLM
 
 with OmniLLM("shapes") as omni:
     (output,) = omni.chat([{"role": "user", "content": "Say: a red circle"}], use_tqdm=False, modalities=["text"])
@@ -34,7 +34,7 @@ def run(folder: Path, **variables: str) -> tuple[str, str]:
 def test_one_line_for_each_stage(tmp_path: Path) -> None:
     out, log = run(tmp_path)
     assert out == "A red circle.\n"
-    lines = log.splitlines()
+    lines = log.removeprefix("importing vLLM ...\n").splitlines()  # on a slow machine
     assert all(re.match(LINE, line) for line in lines), log
     texts = [re.sub(LINE, "", line) for line in lines]
     texts = [text for text in texts if not text.startswith("still loading after ")]  # on a slow machine

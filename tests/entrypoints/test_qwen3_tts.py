@@ -7,13 +7,16 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import soundfile
 import torch
 from fastapi import FastAPI
 
 from tests.entrypoints.conftest import as_async, start
+from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, send
+from tests.entrypoints.openai.speech_sessions import opened, sound_of
 from tests.model_executor.models.qwen3_tts.helpers import AUDIO_STEP, GREEDY, read_cases
 from tests.model_executor.models.speech import SpeechCase
 from vllm_omni import AsyncOmniLLM, OmniLLM
@@ -199,3 +202,28 @@ def test_text_in_pieces_that_cannot_be_spoken(custom: Running) -> None:
     with pytest.raises(InvalidRequestError, match="prompt must be a string"):
         custom.llm.generate({"prompt": of("good")})  # type: ignore[typeddict-item]
     check_all(custom)
+
+
+def test_a_text_in_pieces_over_a_web_socket(custom: Running) -> None:
+    """The model reads each piece as it comes, in one request."""
+    app = app_of(OmniEngineClient(custom.async_llm), custom.checkpoint)
+
+    async def main(url: str) -> tuple[list[Any], bytes]:
+        async with opened(url) as session:
+            await session.configure(voice="ryan")
+            await session.append(TEXT[:3], TEXT[3:25])
+            await session.until("speech.audio.delta")
+            await session.append(TEXT[25:])
+            await session.send("input_text_buffer.commit")
+            while not {"input_text_buffer.committed", "speech.audio.done"} <= {each["type"] for each in session.events}:
+                await session.next()
+            await session.append("x" * 5000)
+            assert (await session.error())["code"] == "text_limit_exceeded"
+            return session.events, await session.speak(TEXT, voice="ryan", non_streaming_mode=False)
+
+    with over_http(app) as url:
+        events, whole = asyncio.run(main(url))
+    assert np.abs(np.frombuffer(sound_of(events), "<i2") - np.frombuffer(whole, "<i2").astype(int)).max() <= 1
+    (times,) = [event["sentence_timestamps"] for event in events if event["type"] == "timestamps"]
+    assert times["start"] == [0.0] and times["end"] == [pytest.approx(len(whole) / 48_000)]
+    assert TEXT.startswith(times["sentences"][0]), "random weights may end before their text"

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.entrypoints.adapters import merge_adapter, write_adapter
 from vllm_omni import OmniLLM
+from vllm_omni.entrypoints.request_builder import make_sampling_params
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
@@ -200,3 +202,16 @@ def test_an_error_names_a_bad_value(params: dict[str, Any], words: str, text_llm
 def test_other_requests_are_not_affected(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
     assert complete(text_llm).token_ids == greedy.token_ids
     assert isinstance(text_llm.generate(PROMPT, [SamplingParams(max_tokens=2)], use_tqdm=False), list)
+
+
+def test_what_vllm_has_besides_generation(text_llm: OmniLLM, tiny_qwen3: Path) -> None:
+    assert text_llm.get_tokenizer().encode("a hen") == AutoTokenizer.from_pretrained(tiny_qwen3).encode("a hen")
+    assert text_llm.get_default_sampling_params().temperature is not None
+    with pytest.raises(AttributeError, match="no attribute 'beam_search'; it is of vLLM's LLM alone"):
+        text_llm.beam_search  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(text_llm, "encode") and not hasattr(text_llm, "no_such_name")
+
+
+def test_a_mistyped_parameter_of_a_stage_is_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown sampling parameter 'temperatur'; did you mean 'temperature'\?"):
+        make_sampling_params({"temperatur": 1.0})

@@ -9,7 +9,8 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.multimodal.audio import split_audio
 
-from vllm_omni.engine.transcription import CUT_SHARE, PAUSE_S, without_times
+from vllm_omni.engine.audio_clips import CUT_SHARE, PAUSE_S
+from vllm_omni.engine.transcription import without_times
 from vllm_omni.entrypoints.openai.audio_formats import to_pcm16
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio
 from vllm_omni.testing.tiny.whisper import CLIP_S

@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ _SETTINGS: dict[str, Any] = {
     "max_output_tokens": 4,
     "tools": [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}],
     "tool_choice": "none",
+    "truncation": {"type": "retention_ratio", "retention_ratio": 0.8, "token_limits": {"post_instructions": 100}},
     "audio": {
         "input": {"format": {"type": "audio/pcm", "rate": 24000}, "turn_detection": None, "transcription": None},
         "output": {"format": {"type": "audio/pcmu"}, "voice": "alloy", "speed": 1.2},
@@ -79,11 +81,11 @@ async def _read_to_the_end(socket: websockets.ClientConnection) -> list[str]:
             return faults
 
 
-def bad_message(rng: random.Random) -> str | bytes:
+def bad_message(rng: random.Random, events: Sequence[dict[str, Any]] = EVENTS) -> str | bytes:
     """An event that may be wrong anywhere, or no event."""
     if rng.random() < 0.1:
         return rng.choice(_RAW)
-    event = copy.deepcopy(rng.choice(EVENTS))
+    event = copy.deepcopy(rng.choice(events))
     if rng.random() < 0.7:
         _spoil(rng, event)
     return json.dumps(event)

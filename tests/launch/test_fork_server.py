@@ -38,7 +38,7 @@ def test_it_ends_with_its_parent_and_prints_nothing(capfd: pytest.CaptureFixture
 
 
 FORK_FROM_HERE = """
-import os, signal, sys, threading
+import gc, os, signal, sys, threading
 from vllm_omni.launch.fork_server import ForkServer, wait_for_all
 
 def fork_a_stage(server):
@@ -52,6 +52,11 @@ def parent_of(pid):
 server = ForkServer(["json.tool"], from_this_process=True)
 assert "vllm" in sys.modules and parent_of(server._process._pid) == os.getpid()
 fork_a_stage(server)
+gc.collect()
+sizes = dict(line.split()[:2] for line in open(f"/proc/{server._process._pid}/smaps_rollup") if line.endswith("kB\\n"))
+alone = int(sizes["Private_Dirty:"]) / int(sizes["Rss:"])
+assert alone < 0.2, alone  # Neither process has copied what both have imported, not even to collect garbage.
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
 os.kill(server._process._pid, signal.SIGKILL)  # A new interpreter replaces it.
 fork_a_stage(server)
 assert "-c" in open(f"/proc/{server._process.pid}/cmdline").read().split("\\0")

@@ -121,6 +121,16 @@ def test_a_program_that_has_imported_vllm_starts_quietly(vllm_logger, monkeypatc
     assert (tmp_path / "log.txt").read_text() == "mine\n"
 
 
+@pytest.mark.parametrize(("before", "after"), [("WARNING", "ERROR"), ("INFO", "INFO")])
+def test_a_library_that_was_imported_before_is_quiet_unless_the_program_has_set_it(
+    vllm_logger, monkeypatch, before, after
+):
+    library = logging.getLogger("transformers")
+    monkeypatch.setattr(library, "level", logging.getLevelName(before))
+    with quiet_start():
+        assert logging.getLevelName(library.level) == after
+
+
 @pytest.mark.parametrize("configured", ["level", "handler", "variable"])
 def test_a_program_keeps_what_it_has_configured(vllm_logger, monkeypatch, capsys, configured):
     vllm_logger.setLevel(logging.INFO)

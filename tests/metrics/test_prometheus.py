@@ -83,7 +83,7 @@ def test_the_state_of_each_replica_is_read_by_a_scrape(observer):
         ("stage_state", "0", "0", "thinker", "ready"),
         ("stage_state", "0", "1", "talker", "restarting"),
     }
-    assert len(found) == 2 * 5 + 2 and found["stage_restarts_total", "0", "1", "talker"] == 2
+    assert len(found) == 2 * 6 + 2 and found["stage_restarts_total", "0", "1", "talker"] == 2
     health[1] = StageHealth(3, "talker.1", 1, "dead", num_restarts=3)
     assert scrape()["stage_state", "0", "1", "talker", "dead"] == 1
     assert scrape()["stage_state", "0", "1", "talker", "restarting"] == 0

@@ -7,11 +7,12 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
 from vllm_omni.metrics import status_line
-from vllm_omni.metrics.status_line import StatusLine, is_terminal, waiting
+from vllm_omni.metrics.status_line import StatusLine, importing_vllm, is_terminal, waiting
 
 
 class Terminal(io.StringIO):
@@ -111,3 +112,15 @@ def test_waiting_elsewhere_is_a_line_if_it_takes_long(monkeypatch: pytest.Monkey
     with waiting("importing vLLM"):
         assert printed.wait(60)
     assert sys.stderr.getvalue() == "importing vLLM ...\n"
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_program_waits_for_its_first_import_of_vllm(monkeypatch: pytest.MonkeyPatch, is_imported: bool) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(status_line, "waiting", lambda what: nullcontext(waited.append(what)))
+    monkeypatch.setitem(sys.modules, "vllm", sys)
+    if not is_imported:
+        monkeypatch.delitem(sys.modules, "vllm")
+    with importing_vllm():
+        pass
+    assert len(waited) == (not is_imported)

@@ -43,7 +43,7 @@ def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 def open_model(path: Path) -> tuple[Transformers, SpeechModel]:
-    (stage,) = read_pipeline(OmniArgs(model=str(path))).with_checkpoints.stage_args
+    stage = read_pipeline(OmniArgs(model=str(path))).with_checkpoints.stage_args[-1]
     assert isinstance(stage.kind, Transformers)
     return stage.kind, stage.kind.open_model(str(path))
 
@@ -118,19 +118,19 @@ def test_speed_and_seed_are_the_models(tiny_speech: Callable[[str], Path]) -> No
 def test_a_text_is_cut_for_clients_that_stream(tiny_speech: Callable[[str], Path]) -> None:
     function = function_of(tiny_speech("vits"))
     text = "It is late. The sea is quiet!\n*** The wind is cold."
-    assert function.cut(text, "r", streams=False) == [text]
-    parts = function.cut(text, "r", streams=True)
+    assert function.cut_text(text, "r", streams=False) == [text]
+    parts = function.cut_text(text, "r", streams=True)
     assert len(parts) == 3 and "".join(parts) == text
     with pytest.raises(InvalidRequestError, match="nothing that this model reads"):
-        function.cut("☃", "r", streams=True)
+        function.cut_text("☃", "r", streams=True)
 
 
 def test_a_long_text_is_cut_or_refused(tiny_speech: Callable[[str], Path]) -> None:
     function = function_of(tiny_speech("vits"))
-    function.speech.max_text_tokens = 40  # Each letter has a blank beside it.
-    assert function.cut("It is late. We are here.", "r", streams=False) == ["It is late. ", "We are here."]
+    function.opened.max_text_tokens = 40  # Each letter has a blank beside it.
+    assert function.cut_text("It is late. We are here.", "r", streams=False) == ["It is late. ", "We are here."]
     with pytest.raises(InvalidRequestError, match="has 51 tokens, and this model reads at most 40"):
-        function.cut("It is late. A" + 24 * "a", "r", streams=False)
+        function.cut_text("It is late. A" + 24 * "a", "r", streams=False)
     with pytest.raises(InvalidRequestError, match="reads at most 40"):
         speak(function, 25 * "a")
 
@@ -148,12 +148,12 @@ def test_an_abort_of_all_requests_ends_a_call(tiny_speech: Callable[[str], Path]
         if aborted.is_set():
             raise Aborted
 
-    function.speech.gate = gate
+    function.opened.gate = gate
     speak(function, TEXTS[0])
     layers = next(calls)
     aborted.set()
     with pytest.raises(Aborted):
-        function.speech.compute([TEXTS[0]], function.parameters())
+        function.opened.compute([TEXTS[0]], function.parameters())
     assert layers > 5 and next(calls) == layers + 2, "the call has ended at its first layer"
 
 

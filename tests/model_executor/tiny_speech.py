@@ -214,8 +214,8 @@ def dia_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
         return processor.batch_decode(model.generate(**inputs))[0]
 
 
-def write_seamless(path: Path, version: str = "") -> None:
-    torch.manual_seed(0)
+def write_seamless(path: Path, version: str = "", seed: int = 0) -> None:
+    torch.manual_seed(seed)
     letters = ["<pad>", "<unk>", "<s>", "</s>", "\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "__eng__", "__deu__"]
     vocabulary = {token: index for index, token in enumerate(letters)}
     own = {"t2u_variance_predictor_embed_dim": 16, "t2u_variance_predictor_hidden_dim": 16} if version else {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.clock import Clock
 from tests.orchestrator.pipelines import TRIANGLE, fake_stage, make_config
@@ -30,6 +31,7 @@ from vllm_omni.errors import (
 )
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.kinds.function import Fake
 from vllm_omni.launch.fake import FakeStage
 from vllm_omni.metrics.observer import PipelineObserver, RequestSummary
 from vllm_omni.metrics.stats import StageMetrics, StageState
@@ -590,11 +592,48 @@ def test_a_request_is_tried_again_once(pipeline: Pipeline) -> None:
     assert isinstance(error, StageDeadError) and error.retry_after_s == 5.0
 
 
-def test_a_caller_that_has_output_gets_the_error(pipeline: Pipeline) -> None:
-    pipeline.start("r", streams=True)
-    pipeline.output(A, "r", "first")
-    pipeline.result(A, "r", "text", b=0, c=0)
+def lose_stream(pipeline: Pipeline, sampling_params: SamplingParams | None = None) -> None:
+    """Stage b dies when the caller has "first second", and works again."""
+    request = pipeline.put("r", streams=True)
+    request.stages[A].sampling_params = sampling_params
+    pipeline.router.admit()
+    pipeline.output(A, "r", "first ")
+    pipeline.result(A, "r", "second", b=0, c=0)
     pipeline.kill(B)
+    pipeline.restart(B)
+    pipeline.router.admit()
+
+
+@pytest.mark.parametrize("sampling_params", [None, SamplingParams(temperature=0.0), SamplingParams(seed=0)])
+def test_a_stream_goes_on_where_it_was(pipeline: Pipeline, sampling_params: SamplingParams | None) -> None:
+    lose_stream(pipeline, sampling_params)
+    pipeline.output(A, again("r"), "first se")
+    pipeline.result(A, again("r"), "cond", b=1, c=0)
+    pipeline.result(B, again("r"), c=0)
+    pipeline.result(C, again("r"), "audio")
+    end = pipeline.end("r")
+    assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "first second"
+    texts = [event.text for event in pipeline.events["r"] if isinstance(event, ARSegmentEvent)]
+    assert texts == ["first ", "second", "audio"]
+
+
+@pytest.mark.parametrize("text", ["first other", "first second and more"])
+def test_a_stream_that_is_another_one_ends(pipeline: Pipeline, text: str) -> None:
+    lose_stream(pipeline)
+    pipeline.result(A, again("r"), text, b=1, c=0)
+    if text.startswith("first second"):
+        assert pipeline.events["r"][-1].text == " and more"
+    else:
+        assert isinstance(pipeline.failure("r"), StageDeadError)
+        pipeline.router.admit()
+        assert pipeline.isolated_retries == []
+
+
+def test_a_caller_that_has_a_part_of_a_random_output_gets_the_error(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fake, "is_autoregressive", True)
+    lose_stream(pipeline, SamplingParams(temperature=1.0))
     assert isinstance(pipeline.failure("r"), StageDeadError) and pipeline.isolated_retries == []
 
 
@@ -697,7 +736,7 @@ def test_activity_counts_stages_with_input(pipeline: Pipeline) -> None:
     "end",
     [
         lambda pipeline: pipeline.error(A, "r"),
-        lambda pipeline: pipeline.kill(A),
+        lambda pipeline: pipeline.kill(A, StageState.DEAD),
         lambda pipeline: pipeline.router.abort(["r"]),
         lambda pipeline: pipeline.router.end_overdue(10.0),
         lambda pipeline: pipeline.complete("r"),

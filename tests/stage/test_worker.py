@@ -139,7 +139,9 @@ def test_a_stage_that_compiles_says_so_before_it_starts(monkeypatch: pytest.Monk
     monkeypatch.setattr(worker.logger, "info", lambda message, *args: lines.append(message % args))
     engine = SimpleNamespace(compiles_at_start=lambda: compiles, start=lambda: lines.append("started"))
     spec = SimpleNamespace(run_dir="", stage=None)
-    stage = SimpleNamespace(engine=engine, label="stage 0 (llm)", spec=spec, _outbox=Outbox())
+    stage = SimpleNamespace(
+        engine=engine, label="stage 0 (llm)", spec=spec, _outbox=Outbox(), _update_weights=lambda: None
+    )
     worker.HostedStage.start(cast(worker.HostedStage, stage))
     line = "stage 0 (llm): compiles its model, for minutes on a machine's first start"
     assert lines == ([line, "started"] if compiles else ["started"])

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.entrypoints.fake_pipelines import quick_servers
+from tests.model_executor.tiny_speech import vits_sound, write_vits
+from tests.model_executor.tiny_transcription import ctc_text, make_sound, write_ctc
 from vllm_omni import OmniLLM
 from vllm_omni.events import ARSegmentEvent
 from vllm_omni.speech_recognition import count_understood
@@ -136,3 +139,20 @@ def test_the_voice_takes_parameters(talk: OmniLLM) -> None:
         (audio,) = talk.chat(question, modalities=["audio"], additional_information={"speed": speed}, use_tqdm=False)
         lengths.append(len(audio.multimodal_output["audio"]))
     assert 0.4 < lengths[1] / lengths[0] < 0.6
+
+
+def test_its_ears_and_its_voice_are_models_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    write_ctc(tmp_path / "asr")
+    write_vits(tmp_path / "tts")
+    overrides = {name: {"engine_args": {"model": str(tmp_path / name)}} for name in ("asr", "tts")}
+    sound, text = make_sound(2.3), "a quiet sea."
+    with quick_servers(), OmniLLM("talk", stage_overrides=overrides) as omni:
+        heard: Any = {"stage": "asr", "multi_modal_data": {"audio": (sound, 16_000)}, "modalities": ["text"]}
+        (transcript,) = omni.generate([heard], use_tqdm=False)
+        assert transcript.outputs[0].text == ctc_text(tmp_path / "asr", sound)
+        (audio,) = omni.generate([{"stage": "tts", "prompt": text}], use_tqdm=False)
+        spoken, expected = audio.multimodal_output["audio"], vits_sound(tmp_path / "tts", text)
+        torch.testing.assert_close(spoken, expected, rtol=0, atol=1e-4)
+        answer, audio = omni.chat([{"role": "user", "content": "What is the capital of France?"}], use_tqdm=False)
+        assert "Paris" in answer.outputs[0].text and audio.multimodal_output["audio"].numel() > 1000
+        assert audio.sample_rate == 16_000

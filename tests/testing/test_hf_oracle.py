@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from vllm_omni.engine.omni_llm_engine import opaque_module_hidden
+from vllm_omni.engine.omni_llm_engine import narrow_kernel_search
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle, OracleResult
 from vllm_omni.testing.media import PROMPT_KINDS, make_prompt
 
@@ -40,7 +40,7 @@ def vllm_thinker(tiny_qwen3_omni_moe: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         set_num_threads = torch.set_num_threads
-        with opaque_module_hidden():  # another test of this process may have used numba
+        with narrow_kernel_search():  # another test of this process may have used numba
             llm = LLM(
                 model=str(tiny_qwen3_omni_moe),
                 dtype="float32",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.config import CompilationMode
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_omni.worker.cpu_half_weights import (
@@ -71,6 +72,31 @@ def test_products_are_those_of_float32(method: Any, dtype: torch.dtype, shape: t
         assert half.embedding(layer, torch.tensor([3])).equal(embedding[None])
     else:
         assert layer.weight.numel() == 0
+
+
+@pytest.mark.parametrize("is_head_first", [False, True])
+def test_a_head_that_shares_its_weights_is_packed_once(monkeypatch: pytest.MonkeyPatch, is_head_first: bool) -> None:
+    count = 0
+
+    def prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        nonlocal count
+        count += 1
+        return original(weight, bias)
+
+    original = torch.ops.quantized.linear_prepack_fp16
+    monkeypatch.setattr(torch.ops.quantized, "linear_prepack_fp16", prepack)
+    embedding, head = make_layer(torch.float16), ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    head.weight = embedding.weight
+    x, expected = torch.randn(2, 32), []
+    for layer in (head, embedding) if is_head_first else (embedding, head):
+        HalfEmbeddingMethod().process_weights_after_loading(layer)
+        assert count == int(layer is head or is_head_first)  # That of the head does not wait for a request.
+        expected.append(nn.functional.linear(x, layer.weight))
+
+    for layer in (embedding, head):
+        torch.testing.assert_close(HalfEmbeddingMethod().apply(layer, x), expected[0], rtol=1e-5, atol=1e-6)
+    assert count == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _MINIMUM = {
     "max_pixels": 1,
     "max_frames": 1,
     "max_steps": 1,
+    "max_seconds": 0,
     "max_outputs": 1,
     "preview_size": 1,
 }
@@ -107,6 +108,8 @@ class DiTConfig:
     """Largest number of frames of a video."""
     max_steps: int = 200
     """Largest number of denoising steps."""
+    max_seconds: float = 600.0
+    """Longest sound, in seconds, where the pipeline has an argument for it."""
     max_outputs: int = 16
     """Largest number of outputs of one prompt."""
     preview_size: int = 256

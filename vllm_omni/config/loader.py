@@ -199,6 +199,11 @@ def _check_stage(stage: OmniStageConfig) -> None:
         )
     if not stage.kind.has_function and (stage.function or stage.batch_function):
         raise StageConfigError(f"{where}: engine_type {stage.kind.name} has no function; remove one of them")
+    if stage.runtime.has_own_python and not stage.kind.has_function:
+        raise StageConfigError(
+            f"{where}: runtime.python and runtime.packages are for stages with a function, which {stage.kind.name} is "
+            "not; remove them"
+        )
     if stage.accepts and not stage.kind.accepts_input:
         raise StageConfigError(
             f"{where}: accepts is for stages with a function and at most one source, and accepts: audio also for AR "

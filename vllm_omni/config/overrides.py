@@ -66,15 +66,16 @@ def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> Omn
     """
     where = f"override for {stage.label}"
     kind, given, has_function = stage.kind, override.get(ENGINE_TYPE), FUNCTION in override
-    has_model = "model" in _sections(override, where)["engine_args"]
-    others = (kind.replaceable_by, kind.model_kind)
+    checkpoint = _sections(override, where)["engine_args"].get("model")
+    model_kind = kind.kind_with(str(checkpoint or ""))
+    others = (kind.replaceable_by, model_kind)
     if has_function and any(others) and given not in (None, "function"):
         raise StageConfigError(f"{where}: {ENGINE_TYPE} {given} has no {FUNCTION}; give one of them")
     name = given or kind.name
     if given is None and has_function and kind.replaceable_by == "function":
         name = "function"
-    elif given is None and has_model and not has_function and kind.model_kind:
-        name = kind.model_kind
+    elif given is None and checkpoint is not None and not has_function and model_kind:
+        name = model_kind
     if name == kind.name:
         return stage
     if name not in others:
@@ -86,7 +87,7 @@ def with_engine_type(stage: OmniStageConfig, override: Mapping[str, Any]) -> Omn
         if not has_function:
             raise StageConfigError(f"{where}: {ENGINE_TYPE} {name} needs a {FUNCTION}")
         return _bare(stage, name, str(override[FUNCTION]), StageRuntimeConfig())
-    if not has_model:
+    if checkpoint is None:
         does = "transcribes" if name == kind.replaceable_by else "speaks"
         raise StageConfigError(f"{where}: {ENGINE_TYPE} {name} needs a checkpoint that {does}: set engine_args.model")
     return _bare(stage, name, None, stage.runtime)

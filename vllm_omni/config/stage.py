@@ -55,6 +55,10 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             limit.
         requires_multimodal_data: The stage reads the multimodal data of prompts. First stages always do; of the others
             only a diffusion stage can, and receives the prompt's images.
+        python: Of a function stage: the Python that computes it, a path or a name on `PATH`. It needs numpy, and none
+            of the packages here.
+        packages: Instead of `python`: requirements as pip has them. The stage runs in an environment with these, made
+            once in the user's cache.
     """
 
     replicas: int = 1
@@ -70,6 +74,13 @@ class StageRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     max_queued: Positive | None = None
     step_timeout_s: Seconds = 300.0
     requires_multimodal_data: bool = False
+    python: str | None = None
+    packages: list[str] = []
+
+    @property
+    def has_own_python(self) -> bool:
+        """Whether the stage's code runs in another Python."""
+        return self.python is not None or bool(self.packages)
 
     def of_replica(self, replica: int) -> "StageRuntimeConfig":
         """These values, with the resources of one replica."""
@@ -218,11 +229,10 @@ class StageKind:
         quantization: A quantization that it can do while it loads, for hints.
         spins: Its threads spin between the operations of a step.
         verbs: What an operator can ask of it (`vllm_omni.control`).
+        text_has_tensors: Callers receive the tensors that it makes beside a text; else only other stages do.
         speaks_replies: It may make sound of the text that its source writes.
         checkpoint_is, checkpoint_file: Of a stage without a configuration file, in `vllm-omni config show`: what its
             checkpoint is, and the file that tells.
-        model_kind: The `engine_type` that the stage has in its place where an override gives it a checkpoint; None: it
-            remains as it is.
     """
 
     has_function = False
@@ -237,6 +247,7 @@ class StageKind:
     quantization: str | None = None
     spins = False
     verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
+    text_has_tensors = False
     speaks_replies = False
     checkpoint_is = ""
     checkpoint_file = ""
@@ -267,8 +278,12 @@ class StageKind:
         """The `engine_type` that an override may give the stage instead."""
         return None
 
-    @property
-    def model_kind(self) -> str | None:
+    def kind_with(self, checkpoint: str) -> str | None:
+        """The `engine_type` that the stage has instead where an override gives it this checkpoint; None: its own.
+
+        Args:
+            checkpoint: Empty: any.
+        """
         return None
 
     @property
@@ -358,6 +373,16 @@ class StageKind:
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         """The engine arguments that the configuration leaves open, each with its value and where that comes from."""
         return iter(())
+
+    def check_machine(self) -> None:
+        """Checks what the stage needs of the machine that it runs on, beside devices, cores and memory.
+
+        Raises:
+            StageConfigError: It is missing.
+        """
+
+    def describe_python(self) -> str | None:
+        """The Python of a stage that has its own, for people; None: it runs in this one."""
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

@@ -28,27 +28,35 @@ def read_images(
     Raises:
         ValueError, TypeError: An item is no image, is too large, or cannot be decoded.
     """
-    if multi_modal_data is None:
-        return []
-    if not isinstance(multi_modal_data, Mapping):
-        raise TypeError(f"multi_modal_data must be a dict like {{'image': ...}}, not {_type(multi_modal_data)}")
-    for key, items in multi_modal_data.items():
-        if key != "image" and items is not None:
-            raise ValueError(f"multi_modal_data has {key!r}; a diffusion stage takes images only, as 'image'")
-    items = multi_modal_data.get("image")
+    given = given_media(multi_modal_data)
+    for key in given:
+        if key != "image":
+            raise ValueError(f"multi_modal_data has {key!r}; this stage takes images only, as 'image'")
+    items = given.get("image")
     images = [] if items is None else list(items) if isinstance(items, (list, tuple)) else [items]
     return [_read(image, number, max_pixels, keep_alpha) for number, image in enumerate(images)]
+
+
+def given_media(multi_modal_data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The media of a prompt, by name: all that are not None.
+
+    Raises:
+        TypeError: It is no dict.
+    """
+    if multi_modal_data is not None and not isinstance(multi_modal_data, Mapping):
+        raise TypeError(f"multi_modal_data must be a dict like {{'image': ...}}, not {_type(multi_modal_data)}")
+    return {str(name): value for name, value in (multi_modal_data or {}).items() if value is not None}
 
 
 def _read(image: Any, number: int, max_pixels: int, keep_alpha: bool) -> torch.Tensor:
     where = f"image {number}"
     if isinstance(image, Image.Image):
-        _check_pixels(image.height, image.width, max_pixels, where)
+        check_pixels(image.height, image.width, max_pixels, where)
         return _from_pil(image, where, keep_alpha)
     if isinstance(image, (np.ndarray, torch.Tensor)):
-        pixels = _as_hwc(image, where)
-        _check_pixels(pixels.shape[0], pixels.shape[1], max_pixels, where)
-        pixels = _as_uint8(pixels, where)
+        pixels = as_hwc(image, where)
+        check_pixels(pixels.shape[0], pixels.shape[1], max_pixels, where)
+        pixels = as_uint8(pixels, where)
         return pixels if keep_alpha or pixels.shape[2] == 3 else _from_pil(to_pil(pixels), where, keep_alpha)
     hint = "; open it first: PIL.Image.open(...)" if isinstance(image, (str, bytes)) else ""
     raise TypeError(f"{where} is {_type(image)}; give a PIL image, a numpy array or a tensor{hint}")
@@ -61,8 +69,11 @@ def _from_pil(image: Image.Image, where: str, keep_alpha: bool) -> torch.Tensor:
         raise ValueError(f"{where} {error}") from error
 
 
-def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
-    """`[height, width, channels]`; where the shape is ambiguous, an array's channels are last, a tensor's first."""
+def as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
+    """An image as `[height, width, channels]`.
+
+    Where the shape is ambiguous, an array's channels are last, a tensor's first.
+    """
     is_tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor) and (image.is_meta or image.layout != torch.strided):
         raise TypeError(f"{where} is a tensor without plain pixels ({image.layout}, {image.device}); give a dense one")
@@ -83,7 +94,8 @@ def _as_hwc(image: np.ndarray | torch.Tensor, where: str) -> torch.Tensor:
     return pixels
 
 
-def _as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
+def as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
+    """Bytes of what has bytes, or floating point in [0, 1]; grey as RGB."""
     if pixels.is_floating_point():
         pixels = pixels.float()
         if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # False for NaN, too
@@ -96,7 +108,11 @@ def _as_uint8(pixels: torch.Tensor, where: str) -> torch.Tensor:
     return pixels.contiguous()
 
 
-def _check_pixels(height: int, width: int, max_pixels: int, where: str) -> None:
+def check_pixels(height: int, width: int, max_pixels: int, where: str) -> None:
+    """
+    Raises:
+        ValueError: An input image is empty, or larger than the stage's limit.
+    """
     if height < 1 or width < 1:
         raise ValueError(f"{where} is empty: {height} x {width} pixels")
     if height * width > max_pixels:

@@ -15,13 +15,13 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.input_images import read_images
+from vllm_omni.diffusion.input_images import given_media, read_images
+from vllm_omni.diffusion.media_inputs import media_arguments, read_media, takes_frames
 from vllm_omni.diffusion.pipeline_info import (
     PipelineInfo,
     fewest_steps,
     reads_last_image,
     takes_alpha,
-    takes_several_images,
 )
 from vllm_omni.diffusion.request_settings import (
     call_arguments,
@@ -34,7 +34,7 @@ from vllm_omni.diffusion.request_settings import (
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import check_output_format
-from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams
+from vllm_omni.sampling_params import DiffusionRequest, DiffusionSamplingParams, MediaInput
 
 _NOT_FOR_DIFFUSION = ("prompt_token_ids", "prompt_embeds", "mm_processor_kwargs")
 
@@ -60,8 +60,9 @@ class DiffusionInputProcessor:
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
+        self._needs_last_image = reads_last_image(model, self._info.index, self._config.revision)
         if self._is_first:
-            _check_inputs(self._info, where, reads_last_image(model, self._info.index, self._config.revision))
+            _check_inputs(self._info, where)
         _check_output_type(stage, self._info, where)
         try:
             self._defaults, self._set_defaults = read_settings(stage.default_sampling_params, self._info.pipeline_class)
@@ -84,12 +85,19 @@ class DiffusionInputProcessor:
             ValueError, TypeError: A value is invalid, or not supported by this pipeline; names it and valid ones.
         """
         if self._is_first:
-            _check_prompt(prompt)
+            _check_prompt(prompt, self._class_name, self._info.takes_prompt)
         settings = self._with_defaults(prompt, params)
-        images = self._read_images(prompt)
-        if settings.strength is not None and not images and self._info.takes_images:
+        given = given_media(prompt.get("multi_modal_data")) if self.reads_images else {}
+        given = {name: value for name, value in given.items() if not (isinstance(value, (list, tuple)) and not value)}
+        pipeline_class = self._info.class_for(given)
+        self._check_media(given, pipeline_class)
+        images = read_images({"image": given.pop("image", None)}, self._config.max_pixels, keep_alpha=self._takes_alpha)
+        if len(images) > 1 and not self._info.takes_several(pipeline_class):
+            raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
+        media = read_media(given, pipeline_class, self._config)
+        self._check_numbers(media, pipeline_class)
+        if settings.strength is not None and not images and not media and self._info.takes_images:
             raise ValueError("strength needs an input image; give one, or remove strength")
-        pipeline_class = self._info.class_for(bool(images))
         self._check_settings(settings, pipeline_class)
         check_limits(settings, pipeline_class, self._config)
         output_format = check_output_format(self._info.output_type, settings.output_format)
@@ -98,6 +106,7 @@ class DiffusionInputProcessor:
             params=msgspec.structs.replace(settings, output_format=output_format),
             seeds=draw_seeds(settings),
             images=images,
+            media=media,
             lora_name=None if lora_request is None else lora_request.lora_name,
             lora_path=None if lora_request is None else lora_request.lora_path,
         )
@@ -120,15 +129,33 @@ class DiffusionInputProcessor:
         values["extra_args"] = {**self._defaults.extra_args, **given.extra_args}
         return msgspec.structs.replace(DiffusionSamplingParams(), **values)
 
-    def _read_images(self, prompt: OmniPrompt) -> list[torch.Tensor]:
+    def _check_media(self, given: Mapping[str, Any], pipeline_class: type) -> None:
+        """Refuses a request without media that the pipeline fails without."""
         if not self.reads_images:
-            return []
-        images = read_images(prompt.get("multi_modal_data"), self._config.max_pixels, keep_alpha=self._takes_alpha)
-        if not images and self._info.needs_images:
-            raise ValueError(f"{self._class_name} needs an input image; give multi_modal_data={{'image': ...}}")
-        if len(images) > 1 and not takes_several_images(self._info.class_for(True)):
-            raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
-        return images
+            return
+        needed = self._info.needed_media(pipeline_class) if self._is_first else []
+        if self._info.needs_images and "image" not in needed:
+            needed = ["image", *needed]
+        if self._needs_last_image and self._is_first:
+            needed = [*needed, "last_image"]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            words = "an input image" if missing == ["image"] else " and ".join(missing)
+            example = ", ".join(f"{name!r}: ..." for name in missing)
+            raise ValueError(
+                f"{pipeline_class.__name__} needs {words}; give multi_modal_data={{{example}}} "
+                f"(it takes {', '.join(media_arguments(pipeline_class))})"
+            )
+
+    def _check_numbers(self, media: Mapping[str, MediaInput], pipeline_class: type) -> None:
+        """diffusers takes a list of pictures for a batch of prompts, and makes an output for each."""
+        known = media_arguments(pipeline_class)
+        for name, value in media.items():
+            pictures = [item for item in value.items if item.kind == "image"]
+            is_batch = len(pictures) > 1 or (value.kind == "frames" and value.tensor is not None)
+            if is_batch and not takes_frames(name, known[name]) and not self._info.takes_several(pipeline_class, name):
+                number = len(pictures) if value.tensor is None else len(value.tensor)
+                raise ValueError(f"{pipeline_class.__name__} takes one {name} for a prompt, not {number}")
 
     def _check_settings(self, params: DiffusionSamplingParams, pipeline_class: type) -> None:
         check_values(params)
@@ -157,13 +184,12 @@ class DiffusionInputProcessor:
             )
 
 
-def _check_inputs(info: PipelineInfo, where: str, reads_last_image: bool) -> None:
+def _check_inputs(info: PipelineInfo, where: str) -> None:
     """Checks the inputs of a first stage; a later one gets some from others (`StageInput.additional_information`)."""
-    missing = [*info.missing_inputs, *(["last_image"] if reads_last_image else [])]
-    if missing:
+    if info.missing_inputs:
         raise StageConfigError(
-            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(missing)}, and a request has "
-            "only a prompt and input images (image); use a pipeline without it"
+            f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, which other pipelines "
+            "make, and a request has only a prompt and media; use a pipeline without it"
         )
 
 
@@ -175,17 +201,20 @@ def _check_output_type(stage: OmniStageConfig, info: PipelineInfo, where: str) -
         )
 
 
-def _check_prompt(prompt: OmniPrompt) -> None:
-    """A diffusion stage without sources takes text, and images."""
+def _check_prompt(prompt: OmniPrompt, class_name: str, takes_prompt: bool) -> None:
+    """A diffusion stage without sources takes text, and media."""
     for key in _NOT_FOR_DIFFUSION:
         if prompt.get(key) is not None:
             raise ValueError(f"a diffusion stage takes a prompt's text, not {key}; give 'prompt'")
     text = prompt.get("prompt")
-    if not isinstance(text, str):
-        raise TypeError(f"prompt must be a string, not {'missing' if text is None else f'a {type(text).__name__}'}")
-    if not text.strip():
-        raise ValueError("prompt is empty; describe the output")
-    check_text(text, "prompt")
+    if takes_prompt:
+        if not isinstance(text, str):
+            raise TypeError(f"prompt must be a string, not {'missing' if text is None else f'a {type(text).__name__}'}")
+        if not text.strip():
+            raise ValueError("prompt is empty; describe the output")
+        check_text(text, "prompt")
+    elif text:
+        raise ValueError(f"{class_name} takes no prompt; leave it out")
     information = prompt.get("additional_information") or {}
     if not isinstance(information, Mapping):
         raise TypeError(f"additional_information must be a dict, not a {type(information).__name__}")

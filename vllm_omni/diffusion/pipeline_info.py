@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A diffusers checkpoint's pipeline class, its output type, the images that it takes, and its numbers of frames.
+"""A diffusers checkpoint's pipeline class, its output type, the media that it takes, and its numbers of frames.
 
 Reads `model_index.json`, configurations and the class's signature; loads no weights and builds no pipeline. Everything
 comes from diffusers' own declarations, so that a pipeline of a later diffusers needs no change here.
@@ -9,16 +9,17 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.media_inputs import call_parameters, media_arguments, names_media, refuse_media
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, not before
@@ -38,11 +39,16 @@ _NEEDS_IMAGES = ("QwenImageLayeredPipeline",)
 _ALWAYS_NEEDED = (
     "mask_image", "control_image", "control_mask", "control_video", "conditioning_frames", "original_image",
 )  # fmt: skip
+# Where a call has one of these, it does not need an image, too.
+_IN_PLACE_OF_IMAGES = ("video", "conditions")
 # By signature these are optional; in fact the pipeline fails without them.
 _NEEDED_BY = {
     "ConsisIDPipeline": "id_cond", "StableAudio3AudioToAudioPipeline": "audio", "StableAudio3InpaintPipeline": "audio",
 }  # fmt: skip
-_MEDIA_TYPES = ("Image", "Tensor", "ndarray")
+# In the names of components that consist of several networks, each of which reads an image of its own.
+_SEVERAL_NETS = ("MultiControlNet", "MultiAdapter")
+# Fields of the outputs of pipelines without a prompt that are no picture, video or sound.
+_PICTURES = ("images", "frames", "audios", "prediction", "videos")
 # By signature they take one image for each prompt; in fact several for one prompt.
 _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
@@ -84,16 +90,17 @@ class PipelineInfo:
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
         """
         Raises:
-            StageConfigError: The checkpoint cannot be read, or its class is unknown, takes no prompt, or makes text or
-                what another pipeline reads.
+            StageConfigError: The checkpoint cannot be read, or its class is unknown, or makes text or what another
+                pipeline reads.
         """
         index = load_model_index(model, config.revision)
         pipeline_class = _find_class(model, index, config)
-        if "prompt" not in call_parameters(pipeline_class):
-            raise StageConfigError(
-                f"{model}: {pipeline_class.__name__} takes no prompt; a diffusion stage runs pipelines that do"
-            )
         made = _output_fields(pipeline_class)
+        if "prompt" not in call_parameters(pipeline_class) and not made & {*_PICTURES}:
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} takes no prompt and makes {', '.join(sorted(made)) or 'nothing'}; "
+                "a diffusion stage makes images, videos and sound"
+            )
         if "texts" in made:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} makes text; a diffusion stage makes images, videos and sound"
@@ -114,78 +121,118 @@ class PipelineInfo:
         return next((made for field, made in _OUTPUT_FIELDS.items() if field in fields), "image")
 
     @property
-    def needs_images(self) -> bool:
-        """Whether a request must have an input image."""
-        parameter = call_parameters(self.pipeline_class).get("image")
-        if parameter is None:
-            return False
-        if self.pipeline_class.__name__ in _NEEDS_IMAGES:
-            return True
-        if parameter.default is inspect.Parameter.empty or not _is_optional(parameter.annotation):
-            return True
-        from diffusers.pipelines import auto_pipeline
-
-        from_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
-        from_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.values()
-        return self.pipeline_class in from_image and self.pipeline_class not in from_text
+    def takes_prompt(self) -> bool:
+        """Whether a request has a prompt's text."""
+        return "prompt" in call_parameters(self.pipeline_class)
 
     @property
-    def missing_inputs(self) -> list[str]:
-        """What a call needs and no request can have: images, videos and tensors beside `image`."""
-        known = call_parameters(self.pipeline_class)
-        needed = (*_ALWAYS_NEEDED, _NEEDED_BY.get(self.pipeline_class.__name__))
-        return [
-            name
-            for name, parameter in known.items()
-            if name in needed
-            or (name == "video" and "image" not in known and not _is_optional(parameter.annotation))
-            or (name not in ("prompt", "image") and _is_required_medium(parameter))
-        ]
+    def needs_images(self) -> bool:
+        """Whether a request must have an input image."""
+        return _needs_image(self.pipeline_class)
 
     @property
     def takes_images(self) -> bool:
         """Whether a request can have input images."""
-        return "image" in call_parameters(self.pipeline_class) or self._class_with_images is not None
-
-    def class_for(self, has_images: bool) -> "type[DiffusionPipeline]":
-        """The class that runs a request with or without input images, made of the same components.
-
-        Raises:
-            ValueError: There are images, and the model takes none.
-        """
-        if not has_images or "image" in call_parameters(self.pipeline_class):
-            return self.pipeline_class
-        if self._class_with_images is None:
-            raise ValueError(f"{self.pipeline_class.__name__} takes no input images; remove multi_modal_data")
-        return self._class_with_images
+        return "image" in self.media
 
     @cached_property
-    def _class_with_images(self) -> "type[DiffusionPipeline] | None":
-        """Diffusers' image-to-image class for the same model."""
-        from diffusers.pipelines import auto_pipeline
+    def media(self) -> list[str]:
+        """The names of all media that a request can have, `image` first."""
+        known = dict.fromkeys(
+            name for each in (self.pipeline_class, *self._relatives) for name in media_arguments(each)
+        )
+        return sorted(known, key=lambda name: name != "image")
 
-        by_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
-        by_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
-        names = [name for name, known in by_text.items() if known is self.pipeline_class]
-        found = [by_image[name] for name in names if name in by_image]
-        return cast("type[DiffusionPipeline]", found[0]) if found else None
+    def needed_media(self, pipeline_class: type) -> list[str]:
+        """What a request for one of this checkpoint's classes must have: the call fails without it."""
+        image = ["image"] if _needs_image(pipeline_class) else []
+        return image + [name for name in _needed_media(pipeline_class) if name in media_arguments(pipeline_class)]
+
+    @property
+    def missing_inputs(self) -> list[str]:
+        """What a call needs and no request can have: tensors that another pipeline makes."""
+        known = media_arguments(self.pipeline_class)
+        return [name for name in _needed_media(self.pipeline_class) if name not in known]
+
+    def takes_several(self, pipeline_class: type, name: str = "image") -> bool:
+        """Whether one prompt can have several images as this argument: by its type, or one for each of several nets."""
+        if name == ("control_image" if "control_image" in call_parameters(pipeline_class) else "image"):
+            classes = [entry[1] for entry in self.index.values() if isinstance(entry, list) and len(entry) == 2]
+            if any(nets in str(each) for each in classes for nets in _SEVERAL_NETS):
+                return True
+        return takes_several_images(pipeline_class, name)
+
+    def class_for(self, media: Collection[str]) -> "type[DiffusionPipeline]":
+        """The class that runs a request with these media, made of the same components: the checkpoint's own, or
+        diffusers' for images, for masks or for videos of the same model.
+
+        Raises:
+            ValueError: The model does not take one of them.
+        """
+        for pipeline_class in (self.pipeline_class, *self._relatives):
+            if media_arguments(pipeline_class).keys() >= {*media}:
+                return pipeline_class
+        unknown = next((name for name in media if name not in self.media), None)
+        if unknown is None:
+            raise ValueError(
+                f"no pipeline of {self.pipeline_class.__name__}'s model takes {' and '.join(media)} "
+                "together; remove one of them"
+            )
+        raise refuse_media(unknown, self.pipeline_class, self.media)
+
+    @cached_property
+    def _relatives(self) -> "list[type[DiffusionPipeline]]":
+        """Diffusers' classes for the same model that read images, masks or videos, and all of its components."""
+        from diffusers.pipelines import auto_pipeline as auto
+
+        parts = {
+            name for name, entry in self.index.items() if isinstance(entry, list) and entry[:1] not in ([], [None])
+        }
+        found: list[Any] = []
+        for maps in (
+            (auto.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, auto.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING,
+             auto.AUTO_INPAINT_PIPELINES_MAPPING),
+            (auto.AUTO_TEXT2VIDEO_PIPELINES_MAPPING, auto.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING,
+             auto.AUTO_VIDEO2VIDEO_PIPELINES_MAPPING),
+        ):  # fmt: skip
+            names = {name for each in maps for name, known in each.items() if known is self.pipeline_class}
+            found += [each[name] for each in maps[1:] for name in names if name in each]
+        relatives = [each for each in dict.fromkeys(found) if each is not self.pipeline_class]
+        return [each for each in relatives if parts <= {*inspect.signature(each.__init__).parameters}]
 
 
-def call_parameters(pipeline_class: type) -> dict[str, inspect.Parameter]:
-    """The named arguments of a pipeline's call."""
-    return _named_parameters(pipeline_class.__call__)
+def _needs_image(pipeline_class: type) -> bool:
+    parameter = call_parameters(pipeline_class).get("image")
+    if parameter is None:
+        return False
+    if pipeline_class.__name__ in _NEEDS_IMAGES or "mask_image" in call_parameters(pipeline_class):
+        return True
+    if parameter.default is inspect.Parameter.empty:
+        return True
+    if not _is_optional(parameter.annotation):
+        return not any(name in call_parameters(pipeline_class) for name in _IN_PLACE_OF_IMAGES)
+    from diffusers.pipelines import auto_pipeline
+
+    from_text = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
+    from_image = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.values()
+    return pipeline_class in from_image and pipeline_class not in from_text
 
 
-@cache
-def _named_parameters(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(call).parameters
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variable}
+def _needed_media(pipeline_class: type) -> list[str]:
+    """Images, videos and tensors beside `image` that a call fails without."""
+    known = call_parameters(pipeline_class)
+    needed = (*_ALWAYS_NEEDED, _NEEDED_BY.get(pipeline_class.__name__))
+    return [
+        name
+        for name, parameter in known.items()
+        if name in needed
+        or (name == "video" and "image" not in known and not _is_optional(parameter.annotation))
+        or (name not in ("prompt", "image") and _is_required_medium(parameter))
+    ]
 
 
 def _is_required_medium(parameter: inspect.Parameter) -> bool:
-    annotation = str(parameter.annotation)
-    return parameter.default is inspect.Parameter.empty and any(medium in annotation for medium in _MEDIA_TYPES)
+    return parameter.default is inspect.Parameter.empty and names_media(parameter.annotation)
 
 
 def _output_fields(pipeline_class: type) -> set[str]:
@@ -198,16 +245,20 @@ def _output_fields(pipeline_class: type) -> set[str]:
     return {f.name for output in outputs if dataclasses.is_dataclass(output) for f in dataclasses.fields(output)}
 
 
-def takes_several_images(pipeline_class: type) -> bool:
-    """Whether one prompt can have several input images.
+def takes_several_images(pipeline_class: type, name: str = "image") -> bool:
+    """Whether one prompt can have several images as this argument.
 
     Most of diffusers' pipelines take a list for a batch of prompts; then an item can be an array or a tensor too.
     """
-    if pipeline_class.__name__ in _SEVERAL_IMAGES:
+    if pipeline_class.__name__ in _SEVERAL_IMAGES and name == "image":
         return True
-    parameter = call_parameters(pipeline_class).get("image")
+    if "prompt" not in call_parameters(pipeline_class):
+        return False
+    parameter = call_parameters(pipeline_class).get(name)
     lists = [] if parameter is None else [a for a in _alternatives(parameter.annotation) if get_origin(a) is list]
-    return bool(lists) and all(get_args(a)[:1] == (Image.Image,) for a in lists)
+    items = [item for a in lists for item in get_args(a)[:1]]
+    of_any = any(get_origin(item) in (Union, types.UnionType) and "Image" in str(item) for item in items)
+    return of_any or (bool(items) and all(item is Image.Image for item in items))
 
 
 def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ loaded pipeline, refuses sizes that the pipeline cannot make.
 import inspect
 import math
 import operator
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import convert, nearest, split_error
-from vllm_omni.diffusion.pipeline_info import call_parameters
+from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 _LARGEST_SEED = 2**63 - 1
@@ -94,6 +95,8 @@ def check_limits(params: DiffusionSamplingParams, pipeline_class: type, config: 
         value, note = _effective(name, params, pipeline_class)
         if isinstance(value, int) and value > getattr(config, limit):
             raise ValueError(f"{name} {value}{note}: this stage allows at most {getattr(config, limit)} ({limit})")
+    for name, given in params.extra_args.items():
+        _check_cost(name, given, pipeline_class, config)
     (height, _), (width, note) = (_effective(name, params, pipeline_class) for name in ("height", "width"))
     pixels = (height or 1) * (width or 1)
     if pixels > config.max_pixels:
@@ -102,6 +105,42 @@ def check_limits(params: DiffusionSamplingParams, pipeline_class: type, config: 
             f"height x width {size}{note}: at least {pixels} pixels; this stage makes at most {config.max_pixels} "
             "(max_pixels)"
         )
+
+
+# What further arguments cost, by their names in diffusers' pipelines, and the setting that limits it.
+_COSTS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"steps($|_)"), "max_steps"),
+    (re.compile(r"frames|video_length|_chunk_size$"), "max_frames"),
+    (re.compile(r"^layers$|ensemble_size|^num_.*_per_|batch_size"), "max_outputs"),
+    (re.compile(r"duration|seconds|_in_s$"), "max_seconds"),
+    (re.compile(r"resolution$|^height|^width|image_size$"), "max_pixels"),
+    (re.compile(r"sequence_length$|_tokens$"), ""),
+)
+_MOST_TOKENS = 1024
+"""Of a prompt; more where the pipeline's own default is."""
+
+
+def _check_cost(name: str, given: Any, pipeline_class: type, config: DiTConfig) -> None:
+    if isinstance(given, list):
+        of_list = "max_steps" if name in ("sigmas", "timesteps") else "max_frames"
+        if len(given) > getattr(config, of_list):
+            raise ValueError(
+                f"extra_args: {name!r} has {len(given)} values; this stage allows at most {getattr(config, of_list)} "
+                f"({of_list})"
+            )
+    limit = next((limit for pattern, limit in _COSTS if pattern.search(name)), None)
+    if limit is None:
+        return
+    parameter = call_parameters(pipeline_class).get(name)
+    own = parameter.default if parameter is not None and type(parameter.default) is int else 0
+    most = getattr(config, limit) if limit else max(_MOST_TOKENS, own)
+    for number in given if isinstance(given, list) else [given]:
+        if type(number) not in (int, float):
+            continue
+        cost = number * number if limit == "max_pixels" else number
+        if not cost <= most:
+            words = f"{most}{' pixels' if limit == 'max_pixels' else ''}{f' ({limit})' if limit else ''}"
+            raise ValueError(f"extra_args: {name} {number}: this stage allows at most {words}")
 
 
 def draw_seeds(params: DiffusionSamplingParams) -> list[int]:
@@ -152,7 +191,8 @@ def _check_extra_args(extra_args: dict[str, Any]) -> None:
             msgspec.msgpack.encode(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(
-                f"extra_args: {name!r} must be numbers, strings, and lists or dicts of them: {error}"
+                f"extra_args: {name!r} must be numbers, strings, and lists or dicts of them ({error}); give media in "
+                "multi_modal_data"
             ) from error
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of a process or of several, which is removed as a whole; the next process removes those of killed ones.
+"""A folder of a process or of several, which is removed as a whole; the next process removes those of killed ones. And
+the user's cache, in which processes make things one at a time.
 
 Each process that uses it holds a shared lock on it until it ends. So a folder that can be locked exclusively is unused.
 Containers may share a file system, and process ids of one are meaningless in another; a lock is valid in all of them,
@@ -8,10 +9,14 @@ and the kernel releases it however its holder ends.
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from vllm_omni.errors import PipelineStartError
 
 
 class LockedFolder:
@@ -27,6 +32,10 @@ class LockedFolder:
         """
         remove_leftovers(parent, prefix)
         self.path, self._lock = _create(parent, prefix)
+
+    def fileno(self) -> int:
+        """The descriptor of the lock: a child that inherits it holds the lock, too."""
+        return self._lock
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -83,3 +92,34 @@ def _lock(path: Path, operation: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def user_cache(name: str, what: str) -> Path:
+    """`~/.cache/vllm_omni/NAME`, or the same below `XDG_CACHE_HOME`.
+
+    Args:
+        what: Is kept there, for the message.
+
+    Raises:
+        PipelineStartError: The user has no home folder, as some in containers.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        raise PipelineStartError(f"this user has no home folder for {what}; set HOME, or XDG_CACHE_HOME")
+    return Path(cache) / "vllm_omni" / name
+
+
+@contextlib.contextmanager
+def alone(path: Path, what: str, logger: logging.Logger) -> Iterator[None]:
+    """Only one process at a time holds this file; the others wait.
+
+    Args:
+        what: It does, for the log: `converts weights`.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Waiting for another process that %s", what)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

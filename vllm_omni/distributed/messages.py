@@ -26,10 +26,10 @@ from typing import Any, cast
 import msgspec
 import zmq
 
-from vllm_omni.control import AnyVerb
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION, AnyVerb
 from vllm_omni.metrics.stats import MetricFamily, StageMetrics, StageStats
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 ORCHESTRATOR = -1
 """The orchestrator's id as a sender."""
 HEARTBEAT_S = 3.0
@@ -179,12 +179,14 @@ class ReadyMessage(Message):
     Attributes:
         address: For processes of its machine.
         remote_address: For others; empty: there are none.
+        weight_version: Of its weights; empty: it could not load those that it should.
     """
 
     instance_id: int
     epoch: int
     address: str
     remote_address: str = ""
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class OutputMessage(Message):
@@ -262,6 +264,7 @@ class ControlResult(Message):
         value: What the verb returns: plain data.
         error: Why it could not; empty: it has.
         invalid: The verb's arguments are wrong, or the stage does not know it.
+        weight_version: Of the stage's weights now; empty: not known.
     """
 
     instance_id: int
@@ -269,6 +272,7 @@ class ControlResult(Message):
     value: Any = None
     error: str = ""
     invalid: bool = False
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class FaultMessage(Message):

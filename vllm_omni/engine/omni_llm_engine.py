@@ -5,8 +5,9 @@ It knows one stage only; the orchestrator connects stages.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,6 +16,7 @@ from vllm.inputs import EngineInput, PromptType
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.triton_utils import dispatcher
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -31,6 +33,7 @@ from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts
+from vllm_omni.model_packages import find_models
 from vllm_omni.payloads import AdditionalInformationPayload, OmniEngineCoreRequest
 
 
@@ -87,7 +90,7 @@ class OmniLLMEngine(LLMEngine):
     @classmethod
     def from_omni_config(cls, vllm_config: VllmConfig, log_stats: bool) -> "OmniLLMEngine":
         """Makes an engine of a configuration that was made of such arguments."""
-        with opaque_module_hidden():
+        with narrow_kernel_search():
             return cls(
                 vllm_config=vllm_config,
                 executor_class=Executor.get_class(vllm_config),
@@ -331,20 +334,34 @@ def _as_preprocessed_prompt(
     return {"engine_core_request": request, "prompt": prompt_text, "prompt_token_ids": request.prompt_token_ids or []}
 
 
-OPAQUE_MODULE = "llvmlite.binding.ffi"
-
-
 @contextmanager
-def opaque_module_hidden() -> Iterator[None]:
-    """Removes a module from `sys.modules` meanwhile, because vLLM's search for kernels fails on it.
+def narrow_kernel_search() -> Iterator[None]:
+    """Meanwhile vLLM looks for its kernels in modules of packages with models alone.
 
-    On a CPU every start of a worker walks through all modules of the process. An object of llvmlite, which numba
-    imports, takes any attribute name for a function of its library, and the walk ends with an AttributeError. So once a
-    process has used numba (a vocoder, vLLM's own n-gram proposer), no engine could start in it any more.
+    On a CPU every start of a worker walks through all modules of the process. That writes to each of their objects, and
+    so copies 140 MB that a stage shares with the process that it was forked from. An object of llvmlite, which numba
+    imports, even ends the walk: it takes any attribute name for a function of its library.
     """
-    module = sys.modules.pop(OPAQUE_MODULE, None)
+    # Not `sys.modules` itself: another thread may import something.
+    vars(dispatcher)["sys"] = SimpleNamespace(modules=_ModulesWithModels())
     try:
         yield
     finally:
-        if module is not None:
-            sys.modules[OPAQUE_MODULE] = module
+        vars(dispatcher)["sys"] = sys
+
+
+class _ModulesWithModels(Mapping[str, ModuleType]):
+    """Those of `sys.modules` that belong to vLLM, to this package or to others with models."""
+
+    def __init__(self) -> None:
+        paths = find_models().architectures.values()
+        self._packages = {"vllm", "vllm_omni", *(path.partition(":")[0].partition(".")[0] for path in paths)}
+
+    def __getitem__(self, name: str) -> ModuleType:
+        return sys.modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in list(sys.modules) if name.partition(".")[0] in self._packages])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))

@@ -19,20 +19,16 @@ from vllm.entrypoints.speech_to_text.base.serving import asr_inter_chunk_separat
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import SupportsTranscription, supports_transcription
-from vllm.multimodal.audio import resample_audio_pyav, split_audio
+from vllm.multimodal.audio import resample_audio_pyav
 from vllm.multimodal.processing import EncDecMultiModalProcessor
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
+from vllm_omni.engine.audio_clips import split_sound
 from vllm_omni.engine.input_processor import BaseRenderer
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import TranscriptionParameters
 
-CUT_SHARE = 1 / 3
-"""Of a clip, at its end: where the pause is looked for at which a long sound is cut. vLLM looks in one second, which
-may have none."""
-PAUSE_S = 0.2
-"""Of the pause; vLLM's is half of that, and is found within words."""
 _MAX_NO_SPEECH, _MIN_LOGPROB = 0.6, -1.0
 """Whisper's own: a clip has no words if the probability of no speech is above, and the mean of its tokens below."""
 _SILENCE = 1 / 32768
@@ -145,11 +141,10 @@ class Transcription:
         self.begin_clip()
 
     def _split(self, sound: np.ndarray) -> Sequence[np.ndarray]:
-        config, longest, window = self._config, self._config.max_audio_clip_s, self._config.min_energy_split_window_size
-        if longest is None or window is None or len(sound) <= longest * config.sample_rate:
+        longest = self._config.max_audio_clip_s
+        if longest is None or self._config.min_energy_split_window_size is None:
             return [sound]
-        window = int(PAUSE_S * config.sample_rate)
-        return split_audio(sound, int(config.sample_rate), longest, CUT_SHARE * longest, window)
+        return split_sound(sound, self._config.sample_rate, longest)
 
     @property
     def _is_english_only(self) -> bool:

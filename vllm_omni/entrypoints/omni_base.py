@@ -15,17 +15,28 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.launch.fork_server import ForkServer
-from vllm_omni.metrics.logs import handle_import_warnings, quiet_start
+from vllm_omni.metrics.logs import quiet_start
+from vllm_omni.metrics.status_line import importing_vllm
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from vllm_omni.config.stage_config import PipelineConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.tokenizers import TokenizerLike
+
+    from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
     from vllm_omni.entrypoints.operations import PipelineOperations
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import RequestBuilder
     from vllm_omni.metrics.stats import StageHealth, StageStats
+
+
+_OF_ALL_STAGES = (
+    "vllm_omni.stage.engines.llm",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",  # Any model that is loaded imports it.
+)
 
 
 def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
@@ -40,9 +51,7 @@ def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
     """
     require_vllm()
     try:
-        return ForkServer(
-            ["vllm_omni.stage.engines.llm", "vllm.model_executor.model_loader"], from_this_process=from_this_process
-        )
+        return ForkServer(_OF_ALL_STAGES, from_this_process=from_this_process)
     except OSError as error:
         raise PipelineStartError.from_system(error) from error
 
@@ -53,7 +62,7 @@ def launch_pipeline(
     """Opens a pipeline on a fork server, which it owns from now on; None: a new one. Raises as `OmniBase`."""
     server = fork_server or start_fork_server()
     try:
-        with handle_import_warnings():
+        with importing_vllm():
             from vllm_omni.entrypoints.pipeline import open_pipeline
 
         return open_pipeline(server, args, on_open)
@@ -121,6 +130,31 @@ class OmniBase:
     def voices(self) -> list[str]:
         """The values of `inputs.VOICE_FIELD` in a prompt's `additional_information`, the default voice first."""
         return self._pipeline.builder.voices
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """The tokenizer of the vLLM stage that reads the prompts, as vLLM's `LLM.get_tokenizer`.
+
+        Raises:
+            AttributeError: There is none, as in a pipeline of diffusion.
+        """
+        return self.builder.input_processors[self._prompt_stage.stage_id].renderer.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of that stage where a call gives none, as vLLM's `LLM.get_default_sampling_params`.
+
+        Raises:
+            AttributeError: As `get_tokenizer`.
+        """
+        from vllm_omni.entrypoints.request_builder import make_sampling_params
+
+        return make_sampling_params(self.builder.default_values(self._prompt_stage))
+
+    @property
+    def _prompt_stage(self) -> OmniStageConfig:
+        stage = self.builder.prompt_stage
+        if stage is None:
+            raise AttributeError("no stage of this pipeline is a vLLM engine that reads prompts")
+        return stage
 
     @property
     def is_open(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
-from vllm_omni.entrypoints.operations import PipelineOperations, blocking
+from vllm_omni.entrypoints.operations import BlockingOperations
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.logs import log_to_stderr
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     SamplingParamsList = Sequence[StageSamplingParams] | StageSamplingParams
 
 
-class OmniLLM(OmniBase):
+class OmniLLM(BlockingOperations, OmniBase):
     """A pipeline of stages, each an engine in its own process.
 
     Use it as a context manager, or call `close()`: both end all processes and leave nothing behind.
@@ -49,21 +49,18 @@ class OmniLLM(OmniBase):
     otherwise.
     """
 
-    pause_generation = blocking(PipelineOperations.pause_generation)
-    resume_generation = blocking(PipelineOperations.resume_generation)
-    is_paused = blocking(PipelineOperations.is_paused)
-    sleep = blocking(PipelineOperations.sleep)
-    wake_up = blocking(PipelineOperations.wake_up)
-    is_sleeping = blocking(PipelineOperations.is_sleeping)
-    reset_prefix_cache = blocking(PipelineOperations.reset_prefix_cache)
-    reset_mm_cache = blocking(PipelineOperations.reset_mm_cache)
-    reset_encoder_cache = blocking(PipelineOperations.reset_encoder_cache)
-    start_profile = blocking(PipelineOperations.start_profile)
-    stop_profile = blocking(PipelineOperations.stop_profile)
-    collective_rpc = blocking(PipelineOperations.collective_rpc)
-
     def _prepare(self) -> None:
         log_to_stderr()
+
+    if not TYPE_CHECKING:  # Else a checker would take any name for an attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            from vllm import LLM
+
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_") and hasattr(LLM, name):
+                text += "; it is of vLLM's LLM alone: a pipeline generates and chats (docs/offline.md)"
+            raise AttributeError(text)
 
     @overload
     def generate(

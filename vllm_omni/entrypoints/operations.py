@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator does with a running pipeline, by the names, arguments and results of vLLM's `LLM` and `AsyncLLM`.
 
-`PipelineOperations` has the methods; they block. `blocking` and `in_thread` make them methods of `OmniLLM`, and
-coroutines of `AsyncOmniLLM` and of the server's engine client. A method asks every stage whose kind knows the verb;
-what no stage knows is refused.
+`PipelineOperations` has the methods; they block. `BlockingOperations` makes them methods of `OmniLLM`, and
+`AsyncOperations` coroutines of `AsyncOmniLLM` and of the server's engine client. A method asks every stage whose kind
+knows the verb; what no stage knows is refused.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 from vllm_omni.control import (
     AddLoRA,
     AnyVerb,
+    CheckWeights,
     CollectiveRPC,
+    CommitWeights,
+    DropWeights,
     Freeze,
+    LoadWeights,
     ResetEncoderCache,
     ResetMMCache,
     ResetPrefixCache,
@@ -27,12 +32,15 @@ from vllm_omni.control import (
     StartProfile,
     StopProfile,
     Thaw,
+    UpdateWeightVersion,
     Verb,
     WakeUp,
 )
 from vllm_omni.errors import InvalidControlError
+from vllm_omni.placement.devices import world_size
 
 if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
     from vllm.lora.request import LoRARequest
 
     from vllm_omni.entrypoints.pipeline import Pipeline
@@ -56,6 +64,8 @@ class PipelineOperations:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._is_asleep = False
+        self._update: dict[int, str] | None = None  # folders of new weights, by stage id, while an update is active
+        self._update_lock = threading.Lock()
 
     def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stops generation, until `resume_generation`. Requests that come meanwhile wait, as far as the queue has room.
@@ -222,6 +232,163 @@ class PipelineOperations:
         verb = CollectiveRPC(method=method, timeout=timeout, args=list(args), kwargs=kwargs or {})
         return [value for values in self._ask(verb, timeout=timeout or TIMEOUT_S) for value in values]
 
+    # Weights.
+
+    def init_weight_transfer_engine(self, request: WeightTransferInitRequest | dict[str, Any]) -> None:
+        """Nothing has to be set up: weights come from folders.
+
+        Raises:
+            InvalidControlError: `init_info` has anything, such as the address of a trainer.
+        """
+        info = _field(request, "init_info")
+        if info:
+            raise InvalidControlError(
+                f"init_info: {', '.join(map(str, info))}: a pipeline takes weights from a folder of safetensors, which "
+                "may be in shared memory, and from nowhere else"
+            )
+        self._weight_stages(None)
+
+    def start_weight_update(self) -> None:
+        """Begins an update of weights. They change with `finish_weight_update`.
+
+        Raises:
+            InvalidControlError: One is active, or no stage's weights can change.
+        """
+        self._weight_stages(None)
+        with self._update_lock:
+            if self._update is not None:
+                raise InvalidControlError("a weight update is active; call finish_weight_update first")
+            self._update = {}
+
+    def update_weights(
+        self, request: WeightTransferUpdateRequest | dict[str, Any], stage: str | int | None = None
+    ) -> None:
+        """Compares a folder of new weights with the checkpoint, in all replicas. It must remain until
+        `finish_weight_update` has returned, and should as long as a process may have to be replaced.
+
+        Args:
+            request: vLLM's, or a dict; its `update_info` is `{"weights_path": FOLDER}`.
+            stage: The name or number of the one that it is for; None: all.
+
+        Raises:
+            InvalidControlError: It does not fit. The update is given up, as vLLM does; no weight has changed.
+        """
+        with self._update_lock:
+            if self._update is None:
+                raise InvalidControlError("start_weight_update must be called before update_weights")
+            update, self._update = self._update, None
+            paths = self._weight_paths(_weights_path(_field(request, "update_info")), stage)
+            given = sorted(update.keys() & paths.keys())
+            if given:
+                label = self._pipeline.config.stages[given[0]].label
+                raise InvalidControlError(f"update_info: this update has a folder for {label}; give all of it in one")
+            self._ask_by_path(CheckWeights, paths)
+            self._update = update | paths
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Waits for the requests that run, and changes the weights of all replicas; requests that come meanwhile wait.
+
+        All replicas load the new weights beside their own, and only then change to them. A stage that dies while they
+        change gets them in its next process.
+
+        Args:
+            weight_version: What outputs call them; None: as before.
+
+        Raises:
+            InvalidControlError: No update is active, or requests are kept by `pause_generation(mode="keep")`.
+            ControlError: A replica could not load them, or died. If they were not loaded by all, no weight has changed.
+        """
+        with self._update_lock:
+            update, self._update = self._update, None
+            if update is None:
+                raise InvalidControlError("finish_weight_update was called without start_weight_update")
+            orchestrator = self._pipeline.orchestrator
+            was_paused = orchestrator.is_paused
+            if orchestrator.is_frozen and any(orchestrator.activity().values()):
+                raise InvalidControlError("requests are kept that began with the old weights; pause with abort or wait")
+            drained = orchestrator.pause()
+            try:
+                drained.result()
+                self._change_weights(update, weight_version)
+            finally:
+                if not was_paused:
+                    orchestrator.resume().result()
+
+    def _change_weights(self, update: dict[int, str], weight_version: str | None) -> None:
+        try:
+            self._ask_by_path(LoadWeights, update)
+        except BaseException:
+            self._ask(DropWeights(), list(update))
+            raise
+        for stage_id, path in update.items():
+            version = weight_version or self._pipeline.orchestrator.weight_version(stage_id)
+            self._ask(CommitWeights(weights_path=path, weight_version=version), [stage_id])
+        if weight_version is not None and not update:
+            self.update_weight_version(weight_version)
+
+    def _weight_paths(self, path: str, stage: str | int | None) -> dict[int, str]:
+        """The folder for each stage, by stage id. Where a stage's checkpoint is a folder of the pipeline's, it is that
+        folder in `path`; without one the stage's weights do not change."""
+        model = Path(self._pipeline.orchestrator.model)
+        paths = {}
+        for stage_id in self._weight_stages(stage):
+            own = Path(self._pipeline.config.stages[stage_id].checkpoint(str(model)))
+            inside = path
+            if own != model and own.is_relative_to(model):
+                inside = str(Path(path, own.relative_to(model)))
+            if Path(inside).is_dir() or inside == path:
+                paths[stage_id] = inside
+            elif stage is not None:
+                paths[stage_id] = path
+        return paths
+
+    def _ask_by_path(self, verb: type[CheckWeights | LoadWeights], paths: dict[int, str]) -> None:
+        stage_ids: dict[str, list[int]] = {}
+        for stage_id, path in paths.items():
+            stage_ids.setdefault(path, []).append(stage_id)
+        for path, ids in stage_ids.items():
+            self._ask(verb(weights_path=path), ids)
+
+    def update_weight_version(self, new_version: str, stage: str | int | None = None) -> None:
+        """Calls the weights of a stage, or of all, by another version."""
+        self._ask(UpdateWeightVersion(new_version=new_version), self._weight_stages(stage))
+
+    def get_weight_version(self, stage: str | int | None = None) -> str:
+        """The version of the weights of a stage, or of all.
+
+        Raises:
+            InvalidControlError: They differ; names them.
+        """
+        versions = self.weight_versions(stage)
+        if len(set(versions.values())) > 1:
+            listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+            raise InvalidControlError(f"the versions of the stages' weights differ: {listed}")
+        return next(iter(versions.values()))
+
+    def weight_versions(self, stage: str | int | None = None) -> dict[str, str]:
+        """The versions of the weights of a stage, or of all, by the stages' names."""
+        orchestrator, stages = self._pipeline.orchestrator, self._pipeline.config.stages
+        return {stages[i].name: orchestrator.weight_version(i) for i in self._weight_stages(stage)}
+
+    def get_world_size(self, stage: str | int | None = None) -> int:
+        """How many workers have weights of a stage, or of all: replicas, and devices of each."""
+        config = self._pipeline.config
+        return sum(len(config.replicas[i]) * world_size(config.stages[i]) for i in self._weight_stages(stage))
+
+    def _weight_stages(self, stage: str | int | None) -> list[int]:
+        """The stages of which weights can change: the one of this name or number, or all."""
+        stages = self._pipeline.config.stage_args
+        if stage is None:
+            self._check_any(CheckWeights)
+            return [each.stage_id for each in stages if CheckWeights in each.kind.verbs]
+        found = next((each for each in stages if str(stage) in (each.name, str(each.stage_id))), None)
+        if found is None:
+            names = ", ".join(each.name for each in stages)
+            raise InvalidControlError(f"stage: there is no {stage!r}; there are {names}")
+        if CheckWeights not in found.kind.verbs:
+            raise InvalidControlError(f"the weights of {found.label} ({found.kind.name}) cannot change while it runs")
+        return [found.stage_id]
+
     def _clear_caches(self) -> None:
         known = self._known
         if ResetPrefixCache in known:
@@ -247,12 +414,27 @@ class PipelineOperations:
         return self._pipeline.orchestrator.control(verb, stage_ids, timeout).result()
 
 
+def _field(request: Any, name: str) -> Any:
+    """A field of one of vLLM's requests for weights, or of a dict."""
+    try:
+        return request[name] if isinstance(request, dict) else getattr(request, name)
+    except KeyError as error:
+        raise InvalidControlError(f"{name} is missing") from error
+
+
+def _weights_path(info: Any) -> str:
+    match info:
+        case {"weights_path": str(path), **others} if not others:
+            return path
+    raise InvalidControlError(f'update_info is {{"weights_path": FOLDER}}, with a folder of safetensors; not {info!r}')
+
+
 class _Operated(Protocol):
     @property
     def operations(self) -> PipelineOperations: ...
 
 
-def blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callable[Concatenate[_Operated, P], R]:
+def _blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callable[Concatenate[_Operated, P], R]:
     """An operation as a method of a pipeline."""
 
     @functools.wraps(method)
@@ -262,7 +444,7 @@ def blocking(method: Callable[Concatenate[PipelineOperations, P], R]) -> Callabl
     return call
 
 
-def in_thread(
+def _in_thread(
     method: Callable[Concatenate[PipelineOperations, P], R],
 ) -> Callable[Concatenate[_Operated, P], Coroutine[Any, Any, R]]:
     """An operation as a coroutine. Each call has a thread of its own: one that waits keeps no other from running."""
@@ -284,19 +466,48 @@ def in_thread(
     return call
 
 
+class BlockingOperations:
+    """The operations as methods, for a class with the property `operations`."""
+
+    pause_generation = _blocking(PipelineOperations.pause_generation)
+    resume_generation = _blocking(PipelineOperations.resume_generation)
+    is_paused = _blocking(PipelineOperations.is_paused)
+    sleep = _blocking(PipelineOperations.sleep)
+    wake_up = _blocking(PipelineOperations.wake_up)
+    is_sleeping = _blocking(PipelineOperations.is_sleeping)
+    reset_prefix_cache = _blocking(PipelineOperations.reset_prefix_cache)
+    reset_mm_cache = _blocking(PipelineOperations.reset_mm_cache)
+    reset_encoder_cache = _blocking(PipelineOperations.reset_encoder_cache)
+    start_profile = _blocking(PipelineOperations.start_profile)
+    stop_profile = _blocking(PipelineOperations.stop_profile)
+    collective_rpc = _blocking(PipelineOperations.collective_rpc)
+    init_weight_transfer_engine = _blocking(PipelineOperations.init_weight_transfer_engine)
+    start_weight_update = _blocking(PipelineOperations.start_weight_update)
+    update_weights = _blocking(PipelineOperations.update_weights)
+    finish_weight_update = _blocking(PipelineOperations.finish_weight_update)
+    update_weight_version = _blocking(PipelineOperations.update_weight_version)
+    get_weight_version = _blocking(PipelineOperations.get_weight_version)
+
+
 class AsyncOperations:
     """The operations as coroutines, for a class with the property `operations`."""
 
-    pause_generation = in_thread(PipelineOperations.pause_generation)
-    resume_generation = in_thread(PipelineOperations.resume_generation)
-    is_paused = in_thread(PipelineOperations.is_paused)
-    sleep = in_thread(PipelineOperations.sleep)
-    wake_up = in_thread(PipelineOperations.wake_up)
-    is_sleeping = in_thread(PipelineOperations.is_sleeping)
-    reset_prefix_cache = in_thread(PipelineOperations.reset_prefix_cache)
-    reset_mm_cache = in_thread(PipelineOperations.reset_mm_cache)
-    reset_encoder_cache = in_thread(PipelineOperations.reset_encoder_cache)
-    start_profile = in_thread(PipelineOperations.start_profile)
-    stop_profile = in_thread(PipelineOperations.stop_profile)
-    add_lora = in_thread(PipelineOperations.add_lora)
-    collective_rpc = in_thread(PipelineOperations.collective_rpc)
+    pause_generation = _in_thread(PipelineOperations.pause_generation)
+    resume_generation = _in_thread(PipelineOperations.resume_generation)
+    is_paused = _in_thread(PipelineOperations.is_paused)
+    sleep = _in_thread(PipelineOperations.sleep)
+    wake_up = _in_thread(PipelineOperations.wake_up)
+    is_sleeping = _in_thread(PipelineOperations.is_sleeping)
+    reset_prefix_cache = _in_thread(PipelineOperations.reset_prefix_cache)
+    reset_mm_cache = _in_thread(PipelineOperations.reset_mm_cache)
+    reset_encoder_cache = _in_thread(PipelineOperations.reset_encoder_cache)
+    start_profile = _in_thread(PipelineOperations.start_profile)
+    stop_profile = _in_thread(PipelineOperations.stop_profile)
+    add_lora = _in_thread(PipelineOperations.add_lora)
+    collective_rpc = _in_thread(PipelineOperations.collective_rpc)
+    init_weight_transfer_engine = _in_thread(PipelineOperations.init_weight_transfer_engine)
+    start_weight_update = _in_thread(PipelineOperations.start_weight_update)
+    update_weights = _in_thread(PipelineOperations.update_weights)
+    finish_weight_update = _in_thread(PipelineOperations.finish_weight_update)
+    update_weight_version = _in_thread(PipelineOperations.update_weight_version)
+    get_weight_version = _in_thread(PipelineOperations.get_weight_version)

@@ -337,10 +337,15 @@ class RequestBuilder:
         return reads_it and stage.kind.speaks_replies and stage.final_output_type == "audio"
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
-        """The stage at which a request begins that names one."""
+        """The stage at which a request begins that names one. Any other begins at all first stages (None); where each
+        of those accepts something, and one of them audio, at the one that accepts what it has."""
         name = prompt.get("stage")
         if name is None:
-            return None
+            first = {stage.accepts: stage for stage in self._config.stage_args if not stage.engine_input_source}
+            if None in first or "audio" not in first:
+                return None
+            has_sound = "audio" in (prompt.get("multi_modal_data") or {})
+            return first.get("audio" if has_sound else "text")
         accepting = {stage.name: stage for stage in self._config.stage_args if stage.accepts is not None}
         if name not in accepting:
             known = f"it has {', '.join(accepting)}" if accepting else "it has none"
@@ -571,6 +576,9 @@ def _as_sampling_params(
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """vLLM's sampling parameters; `structured_outputs` may also be a dict of its fields, and the keys of `logit_bias`
     strings."""
+    names = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    if (unknown := next((name for name in values if name not in names), None)) is not None:
+        raise ValueError(f"unknown sampling parameter {unknown!r}{nearest(unknown, names)}")
     constraint = values.get("structured_outputs")
     if isinstance(constraint, Mapping):
         known = [field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init]

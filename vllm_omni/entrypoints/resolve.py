@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from huggingface_hub import snapshot_download
@@ -27,6 +27,7 @@ from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
 from vllm_omni.engine.text_models import is_of_vllm, why_not_text
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.speech_model import find_speech_class, is_speech_checkpoint
+from vllm_omni.model_executor.transcription_model import find_transcription_class, is_transcription_checkpoint
 from vllm_omni.model_packages import find_models
 from vllm_omni.placement.budgets import apply_budgets
 
@@ -44,8 +45,8 @@ class ReadPipeline:
     """A pipeline's configuration for any machine, after each step of its resolution.
 
     Attributes:
-        source: The stage configuration file; None for a model of diffusers, or a speech model of transformers, whose
-            only stage needs none.
+        source: The stage configuration file; None for a model of diffusers, or one of transformers that speaks or
+            transcribes, whose only stage needs none.
         loaded: The content of the file.
         with_arguments: The same with the caller's arguments.
         with_checkpoints: The same with the stages' own checkpoints resolved, and no `max_model_len` above theirs.
@@ -142,17 +143,20 @@ def _source(args: OmniArgs) -> Path | None:
 
 def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | None:
     """The configuration of a model that a package has, or that of text models if vLLM serves it as one; None for a
-    speech model of transformers."""
+    model of transformers that speaks or transcribes."""
     models = find_models()
     try:
         hf_config = _read_hf_config(model, engine_args)
     except StageConfigError:
-        if is_speech_checkpoint(model, engine_args):  # vLLM does not read all configurations of transformers.
+        if any(
+            is_one(model, engine_args) for is_one in (is_speech_checkpoint, is_transcription_checkpoint)
+        ):  # vLLM does not read all configurations of transformers.
             return None
         raise
     if hf_config.model_type in models.stage_configs:
         return models.stage_configs[hf_config.model_type]
-    if find_speech_class(hf_config) is not None and not is_of_vllm(hf_config):
+    is_of_transformers = any(find(hf_config) for find in (find_speech_class, find_transcription_class))
+    if is_of_transformers and not is_of_vllm(hf_config):
         return None
     for_vllm = {name: value for name, value in engine_args.items() if name in VLLM_ARGUMENTS}
     reason = why_not_text(model, hf_config, for_vllm)
@@ -160,7 +164,7 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | 
         raise StageConfigError(
             f"{model}: no package has a stage configuration for model_type {hf_config.model_type!r} (architecture "
             f"{', '.join(hf_config.architectures or ['not given'])}), it is no text model: {reason}, and "
-            "transformers has no class of this name that makes sound of a text\n"
+            "transformers has no class of this name that makes sound of a text, or text of a sound\n"
             f"{models.describe()}"
         )
     return models.stage_configs["text"]
@@ -175,6 +179,8 @@ def _read_hf_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedCon
         return load_hf_config(model, engine_args)
     except Exception as error:
         problem = "; ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
+        if isinstance(error, AttributeError | TypeError | KeyError):
+            problem += "; it must be the object that `save_pretrained` writes"
         # There is one, of an unknown model.
         hint = f"\n{find_models().describe()}" if isinstance(error, ValueError) else ""
         raise StageConfigError(f"{model}: the checkpoint's config.json cannot be read: {problem}{hint}") from error
@@ -186,20 +192,28 @@ def _is_path(name: str) -> bool:
 
 
 def _single_stage(args: OmniArgs) -> PipelineConfig:
-    """A diffusers pipeline, or a speech model of transformers, as the only stage."""
-    is_diffusion = is_diffusers_model(args.model, args.engine_args.get("revision"))
-    stage = _diffusion_stage(args) if is_diffusion else _speech_stage()
-    return PipelineConfig(stage_args=[stage])
+    """A diffusers pipeline, or a model of transformers that speaks or transcribes, as the only stage; two stages of one
+    that does both, each for requests that name it or give it what it reads."""
+    if is_diffusers_model(args.model, args.engine_args.get("revision")):
+        return PipelineConfig(stage_args=[_diffusion_stage(args)])
+    stages = []
+    if is_transcription_checkpoint(args.model, args.engine_args):
+        stages.append(_transformers_stage(0, "asr", "audio", "text"))
+    if is_speech_checkpoint(args.model, args.engine_args) or not stages:
+        stages.append(_transformers_stage(len(stages), "speech", "text", "audio"))
+    return PipelineConfig(stage_args=stages)
 
 
-def _speech_stage() -> OmniStageConfig:
+def _transformers_stage(
+    stage_id: int, name: str, accepts: Literal["text", "audio"], output_type: str
+) -> OmniStageConfig:
     return OmniStageConfig(
-        stage_id=0,
+        stage_id=stage_id,
         engine_type="transformers",
-        engine_args={"model_stage": "speech"},
-        accepts="text",
+        engine_args={"model_stage": name},
+        accepts=accepts,
         final_output=True,
-        final_output_type="audio",
+        final_output_type=output_type,
     )
 
 
@@ -372,4 +386,6 @@ def _check_engine_args(config: PipelineConfig, model: str) -> list[EngineArgs]:
                 "to ray, too"
             )
         checked.append(stage.kind.check_arguments(model))
+        if config.runtime.distributed_backend is None:
+            stage.kind.check_machine()
     return [engine_args for engine_args in checked if engine_args is not None]

@@ -31,6 +31,7 @@ class DiffusersPipelineExecutor:
         is_serial = config.cache_backend is not None or config.offload == "model"
         self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
         self.on_shape: Callable[[Hashable], None] = lambda shape: None
+        self._config, self._memory = config, memory
         self._worker = DiffusionGPUWorker(model, config, memory)
         self._runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
@@ -40,6 +41,27 @@ class DiffusersPipelineExecutor:
         """Loads the pipeline. Arguments and errors are those of `DiffusionGPUWorker.load_model`."""
         self._worker.init_device()
         self._runner = self._worker.load_model(on_failure)
+
+    def load_beside(self, model: str) -> Callable[[], None]:
+        """Loads another checkpoint of the same kind beside the first one, on the same device.
+
+        Returns:
+            Computes the next jobs with it; called while no job runs.
+
+        Raises:
+            ValueError: The denoiser runs in other processes, too, or the pipeline's memory is not its own.
+            StageConfigError: The checkpoint cannot be loaded.
+        """
+        if self._config.world_size > 1 or self._config.offload:
+            raise ValueError("its weights cannot change while it runs on several devices, or offloads them")
+        worker = DiffusionGPUWorker(model, self._config, self._memory)
+        worker.init_device()
+        runner = worker.load_model(lambda: None, copies=True)
+
+        def use() -> None:
+            self._worker, self._runner = worker, runner
+
+        return use
 
     def close(self) -> None:
         """Ends other processes of the denoiser."""

@@ -9,7 +9,7 @@ from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES, DIT_SETTINGS, DiTCon
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.control import AddLoRA, ResetEncoderCache
+from vllm_omni.control import WEIGHT_VERBS, AddLoRA, ResetEncoderCache
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Diffusion(StageKind):
     takes_settings = True
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
-    verbs = StageKind.verbs | {AddLoRA, ResetEncoderCache}
+    verbs = StageKind.verbs | WEIGHT_VERBS | {AddLoRA, ResetEncoderCache}
     checkpoint_is = "a diffusers pipeline"
     checkpoint_file = "model_index.json"
 

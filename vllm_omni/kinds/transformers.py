@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages that run a speech model of transformers."""
+"""Stages that run a model of transformers that speaks or transcribes."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,7 +13,9 @@ from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
     from vllm_omni.kinds.parameters import FunctionParameters
-    from vllm_omni.model_executor.speech_model import SpeechModel, SpeechSettings
+    from vllm_omni.model_executor.speech_model import SpeechModel
+    from vllm_omni.model_executor.transcription_model import TranscriptionModel
+    from vllm_omni.model_executor.transformers_model import TransformersSettings
     from vllm_omni.placement.memory_needs import StageNeeds
     from vllm_omni.stage.engines.base import Outbox, StageEngine
     from vllm_omni.stage.spec import RayWorkers
@@ -22,33 +24,41 @@ if TYPE_CHECKING:
 class Transformers(StageKind):
     """`transformers`: makes sound of a text with a class of transformers."""
 
+    makes = "audio"
     speaks_replies = True
     checkpoint_is = "a speech model of transformers"
     checkpoint_file = "config.json"
+
+    @classmethod
+    def of(cls, name: str, stage: OmniStageConfig) -> StageKind:
+        return (TranscribingTransformers if stage.accepts == "audio" else cls)(name, stage)
 
     @property
     def accepts_input(self) -> bool:
         return len(self.stage.engine_input_source) <= 1
 
     @cached_property
-    def settings(self) -> "SpeechSettings":
-        from vllm_omni.model_executor.speech_model import parse_settings
+    def settings(self) -> "TransformersSettings":
+        from vllm_omni.model_executor.transformers_model import parse_settings
 
         return parse_settings(self.stage.engine_args, self.stage.label)
 
     @cached_property
-    def _opened(self) -> "dict[str, SpeechModel]":
+    def _opened(self) -> "dict[str, SpeechModel | TranscriptionModel]":
         return {}
 
     def check(self) -> None:
         self.check_output_type()
-        if self.stage.final_output_type not in (None, "audio"):
-            raise StageConfigError(f"{self.stage.label}: a transformers stage makes sound; set final_output_type audio")
+        if self.stage.final_output_type not in (None, self.makes):
+            raise StageConfigError(
+                f"{self.stage.label}: final_output_type: this stage makes {self.makes}; a transformers stage makes "
+                "audio of a text, or, with accepts: audio, text of a sound"
+            )
 
     def known_arguments(self) -> set[str]:
-        from vllm_omni.model_executor.speech_model import SPEECH_SETTINGS
+        from vllm_omni.model_executor.transformers_model import TRANSFORMERS_SETTINGS
 
-        return set(SPEECH_SETTINGS)
+        return set(TRANSFORMERS_SETTINGS)
 
     def check_arguments(self, model: str) -> None:
         self.open_model(self.stage.checkpoint(model))
@@ -56,48 +66,58 @@ class Transformers(StageKind):
     def with_checkpoint(self, model: str) -> OmniStageConfig:
         model = self.stage.checkpoint(model)
         engine_args = self.stage.engine_args | {"model": model}
-        rate = self.open_model(model).sample_rate
-        return msgspec.structs.replace(self.stage, engine_args=engine_args, sample_rate=rate)
+        return msgspec.structs.replace(self.stage, engine_args=engine_args, sample_rate=self.output_rate(model))
 
-    def open_model(self, model: str) -> "SpeechModel":
+    def output_rate(self, model: str) -> int | None:
+        """Samples per second of its sounds. Raises as `open_model`."""
+        speech: Any = self.open_model(model)
+        return speech.sample_rate
+
+    def open_model(self, model: str) -> "SpeechModel | TranscriptionModel":
         """The stage's model, without weights.
 
         Raises:
-            StageConfigError: The checkpoint cannot be read, or is no speech model.
+            StageConfigError: The checkpoint cannot be read, or its class does not do what the stage does.
         """
-        from vllm_omni.model_executor.speech_model import load_speech_config, open_speech_model
+        from vllm_omni.model_executor.transformers_model import load_config
 
         if model in self._opened:
             return self._opened[model]
         try:
-            hf_config = load_speech_config(model, self.stage.engine_args)
+            hf_config = load_config(model, self.stage.engine_args)
         except (OSError, ValueError) as error:
             raise StageConfigError(f"{self.stage.label}: {model}: config.json cannot be read: {error}") from error
-        return self._opened.setdefault(model, open_speech_model(model, self.settings, hf_config))
+        return self._opened.setdefault(model, self.open_with(model, hf_config))
+
+    def open_with(self, model: str, hf_config: Any) -> "SpeechModel | TranscriptionModel":
+        """The stage's model, of a checkpoint with this configuration. Raises as `open_model`."""
+        from vllm_omni.model_executor.speech_model import open_speech_model
+
+        return open_speech_model(model, self.settings, hf_config)
 
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
-        speech = self.open_model(self.stage.checkpoint(model))
-        yield "architecture", speech.model_class.__name__, "checkpoint: config.json"
+        opened = self.open_model(self.stage.checkpoint(model))
+        yield "architecture", opened.model_class.__name__, "checkpoint: config.json"
 
     def memory_needs(self, config: PipelineConfig, model: str) -> "StageNeeds":
         import torch
 
         from vllm_omni.placement.memory_needs import StageNeeds
 
-        speech = self.open_model(self.stage.checkpoint(model))
+        opened = self.open_model(self.stage.checkpoint(model))
         with torch.device("meta"):
-            module = speech.model_class(speech.config)
+            module = opened.model_class(opened.config)
         return StageNeeds(weights=sum(tensor.nbytes for tensor in module.state_dict().values()), activations=None)
 
     def modules_to_preload(self, model: str) -> set[str]:
-        speech = self.open_model(self.stage.checkpoint(model))
-        return {"vllm_omni.stage.engines.transformers", speech.model_class.__module__}
+        opened = self.open_model(self.stage.checkpoint(model))
+        return {"vllm_omni.stage.engines.transformers", opened.model_class.__module__}
 
     def load_parameters(self) -> "FunctionParameters":
         from vllm_omni.kinds.parameters import FunctionParameters
 
-        speech = self.open_model(self.stage.engine_args["model"])  # `with_checkpoint` has set it.
-        return FunctionParameters(self.stage, speech.parameters, self.stage.default_sampling_params, speech.voices)
+        opened = self.open_model(self.stage.engine_args["model"])  # `with_checkpoint` has set it.
+        return FunctionParameters(self.stage, opened.parameters, self.stage.default_sampling_params, opened.voices)
 
     def make_engine(
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False
@@ -105,3 +125,25 @@ class Transformers(StageKind):
         from vllm_omni.stage.engines.transformers import TransformersStageEngine
 
         return TransformersStageEngine(outbox, self.stage, self.open_model(self.stage.checkpoint(model)))
+
+
+class TranscribingTransformers(Transformers):
+    """`transformers` with `accepts: audio`: makes text of a sound, with a class of transformers that vLLM has not."""
+
+    makes = "text"
+    speaks_replies = False
+    gives_text = True
+    text_has_tensors = True
+    checkpoint_is = "a model of transformers that transcribes"
+
+    @property
+    def accepts_input(self) -> bool:
+        return not self.stage.engine_input_source
+
+    def output_rate(self, model: str) -> None:
+        self.open_model(model)
+
+    def open_with(self, model: str, hf_config: Any) -> "TranscriptionModel":
+        from vllm_omni.model_executor.transcription_model import open_transcription_model
+
+        return open_transcription_model(model, self.settings, hf_config)

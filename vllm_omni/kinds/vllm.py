@@ -9,6 +9,7 @@ import msgspec
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.control import (
+    WEIGHT_VERBS,
     AddLoRA,
     CollectiveRPC,
     ResetEncoderCache,
@@ -44,7 +45,7 @@ class _VllmStage(StageKind):
     budget_argument = "gpu_memory_utilization"
     quantization = "fp8"
     spins = True
-    verbs = StageKind.verbs | {
+    verbs = StageKind.verbs | WEIGHT_VERBS | {
         AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, StartProfile, StopProfile,
         WakeUp,
     }  # fmt: skip
@@ -166,6 +167,20 @@ class Transcribing(Autoregressive):
     def replaceable_by(self) -> str | None:
         return "function" if self.accepts_input else None
 
+    def kind_with(self, checkpoint: str) -> str | None:
+        from vllm_omni.engine.text_models import is_of_vllm
+        from vllm_omni.model_executor.transcription_model import find_transcription_class
+        from vllm_omni.model_executor.transformers_model import load_config
+        from vllm_omni.model_packages import find_models
+
+        if not checkpoint or checkpoint in find_models().made_checkpoints:
+            return None
+        try:
+            hf_config = load_config(checkpoint, {})
+        except Exception:  # Of any library that reads it; it is reported where the stage reads it.
+            return None
+        return None if is_of_vllm(hf_config) or find_transcription_class(hf_config) is None else "transformers"
+
     def check(self) -> None:
         super().check()
         where = self.stage.label
@@ -173,6 +188,9 @@ class Transcribing(Autoregressive):
             raise StageConfigError(f"{where}: final_output_type: an AR stage that accepts audio makes text")
         if self.stage.custom_prompt_func:
             raise StageConfigError(f"{where}: custom_prompt_func: vLLM makes the prompt of a sound; remove it")
+
+    def modules_to_preload(self, model: str) -> set[str]:
+        return {"vllm_omni.stage.engines.transcribing_request"}  # Of vLLM's server, whose process imports it, too.
 
     def make_input_processor(self, model: str) -> None:
         """Its own engine makes the prompt of each clip."""

@@ -55,7 +55,7 @@ class FakeStage(StageHandle):
         self.aborted += request_ids
 
     def send(self, message: Message) -> None:
-        if self.is_up:
+        if self.receives(message):
             self.log.append((self.name, message))
 
     def peer_up(self, node: str) -> PeerUpMessage:

@@ -310,6 +310,7 @@ def _can_fork() -> bool:
 def _fork_server(parent_end: socket.socket, server_end: socket.socket, modules: Sequence[str]) -> _ForkedServer:
     was_enabled = gc.isenabled()
     _import_all((_WORKER, *modules))
+    gc.freeze()  # Before the fork, so that neither process copies what both have: see `_load`.
     pid = os.fork()
     if pid:
         if was_enabled:
@@ -407,10 +408,10 @@ def _import_all(modules: Sequence[str]) -> None:
 
 def _load(modules: Sequence[str]) -> None:
     _import_all(modules)
-    gc.enable()
-    # Keeps the garbage collector from writing to, and so copying, the pages that children share.
-    gc.collect()
+    # Keeps the garbage collector from writing to, and so copying, the pages that children share. It does not collect
+    # first either: that writes to all of them, takes most of a second, and imports leave a few MB of garbage.
     gc.freeze()
+    gc.enable()
 
 
 def _run_stage(spec: bytes, lifeline: socket.socket) -> NoReturn:

@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig, WindowConfig
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.launch.stage_handle import StageHandle
@@ -41,14 +42,31 @@ class Site:
 
 
 @dataclass(frozen=True)
+class StageWeights:
+    """The weights that all replicas of a stage have to have.
+
+    Attributes:
+        path: Where they are; None: in the stage's checkpoint.
+    """
+
+    version: str = DEFAULT_WEIGHT_VERSION
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class SpecFactory:
-    """Makes the `StageSpec` of a stage's next process."""
+    """Makes the `StageSpec` of a stage's next process.
+
+    Attributes:
+        weights: By stage id; of the others they are those of the checkpoint. Changed by the orchestrator.
+    """
 
     config: PipelineConfig
     model: str
     connector: ConnectorConfig
     otlp_traces_endpoint: str | None
     log_stats: bool = False
+    weights: dict[int, StageWeights] = field(default_factory=dict)
 
     def encode(self, stage: StageHandle, site: Site) -> bytes:
         """The argument of `vllm_omni.stage.worker.main`."""
@@ -56,6 +74,7 @@ class SpecFactory:
 
     def make(self, stage: StageHandle, site: Site) -> StageSpec:
         config, runtime, replicas = stage.config, self.config.runtime, self.config.replicas
+        weights = self.weights.get(stage.stage_id, StageWeights())
         return StageSpec(
             instance=stage.instance,
             model=config.checkpoint(self.model),
@@ -85,6 +104,8 @@ class SpecFactory:
             workers=site.workers,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_stats=self.log_stats,
+            weight_version=weights.version,
+            weights_path=weights.path,
         )
 
     def _make_share(self, devices: Mapping[int, str | None]) -> MachineShare:

@@ -9,10 +9,12 @@ from functools import partial
 import zmq
 
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
+    ControlMessage,
     InputMessage,
     Message,
     PeerUpMessage,
@@ -38,6 +40,7 @@ class StageHandle(ABC):
         num_requests: Requests that were assigned to it and that it has not finished.
         heard_s: When it sent its last message, by the clock of `SilenceWatch`.
         more_s: What it may be silent for after that in addition to its `step_timeout_s`.
+        weight_version: Of the weights of its process; empty: not known.
     """
 
     def __init__(self, instance: StageInstance, credit: Credit) -> None:
@@ -49,6 +52,7 @@ class StageHandle(ABC):
         self.num_requests = 0
         self.heard_s = self.more_s = 0.0
         self.node = self.node_name = ""
+        self.weight_version = DEFAULT_WEIGHT_VERSION
 
     @property
     def config(self) -> OmniStageConfig:
@@ -70,6 +74,15 @@ class StageHandle(ABC):
     def is_up(self) -> bool:
         """Whether its process knows its requests: it has become ready, and has not ended."""
         return self.state in (StageState.READY, StageState.UNRESPONSIVE)
+
+    @property
+    def does_verbs(self) -> bool:
+        """Whether its process does what an operator asks for."""
+        return self.is_up or self.state is StageState.OUTDATED
+
+    def receives(self, message: Message) -> bool:
+        """Whether its process is to have a message: a new one knows no request, and an outdated one takes none."""
+        return self.does_verbs if isinstance(message, ControlMessage) else self.is_up
 
     @abstractmethod
     def submit(
@@ -93,7 +106,7 @@ class StageHandle(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Sends to the stage's process. Does nothing unless the stage is up: a new process knows no request."""
+        """Sends to the stage's process, if it `receives` the message."""
 
     @abstractmethod
     def peer_up(self, node: str) -> PeerUpMessage:
@@ -179,7 +192,7 @@ class OmniStage(StageHandle):
         self.send(AbortMessage(request_ids=request_ids))
 
     def send(self, message: Message) -> None:
-        if self.is_up:
+        if self.receives(message):
             self._outgoing.send(message)
 
     def flush(self) -> None:

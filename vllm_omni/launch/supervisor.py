@@ -127,8 +127,9 @@ class Supervisor:
 
     @property
     def serving(self) -> list[StageHandle]:
-        """The stages whose processes are ready, and not ending."""
-        return [s.handle for s in self.stages if s.process is not None and s.ready_due is None and s.end_due is None]
+        """The stages whose processes take requests, and are not ending."""
+        processes = [s for s in self.stages if s.process is not None and s.ready_due is None and s.end_due is None]
+        return [stage.handle for stage in processes if stage.handle.state is not StageState.OUTDATED]
 
     def set_state(self, handle: StageHandle, state: StageState) -> None:
         """Sets the state of a stage whose process runs."""
@@ -267,7 +268,7 @@ class Supervisor:
     def _on_forked(self, stage: SupervisedStage, process: StageProcess) -> None:
         stage.process, stage.waits_for = process, ""
         self.health = self._make_health()
-        if not stage.handle.is_up:  # It may be ready already.
+        if not stage.handle.does_verbs:  # It may be ready already.
             stage.ready_due = time.monotonic() + self._stage_init_timeout
 
     def _find(self, handle: StageHandle) -> SupervisedStage:
@@ -277,7 +278,7 @@ class Supervisor:
         health = [
             StageHealth(
                 handle.stage_id, handle.instance.name, handle.instance.replica, handle.state.value, handle.epoch,
-                handle.death, handle.node_name, stage.waits_for,
+                handle.death, handle.node_name, stage.waits_for, handle.weight_version,
             )
             for stage in self.stages
             for handle in (stage.handle,)

@@ -139,6 +139,9 @@ def _is_as_imported(logger: logging.Logger) -> bool:
 def _set_environment(config: str) -> None:
     os.environ[_CONFIG_VARIABLE] = config
     for name, level in _LIBRARIES.items():
+        library = logging.getLogger(name.lower().removesuffix("_verbosity"))
+        if name not in os.environ and library.level == logging.WARNING:  # It was imported before, and nobody set it.
+            library.setLevel(logging.ERROR)
         os.environ.setdefault(name, level)
     if "torch" in sys.modules:
         _limit_torch_log()

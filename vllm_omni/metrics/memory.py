@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of this process, as Linux and torch's allocator count it. To read both takes some 20 microseconds on a CPU."""
 
+import ctypes
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/{}/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def resident_bytes() -> int:
-    """Memory in RAM, with what it shares with other processes."""
-    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+def resident_bytes(others: Sequence[int] = ()) -> int:
+    """Memory in RAM of this process and of `others`, by their ids, with what they share; 0 of one that has ended."""
+    pages = 0
+    for process in ("self", *others):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pages += int(Path(_STATM.format(process)).read_text().split()[1])
+    return pages * _PAGE_BYTES
 
 
 def device_bytes() -> int:
@@ -21,3 +28,13 @@ def device_bytes() -> int:
     if device is None or not torch.get_device_module(device).is_initialized():
         return 0
     return sum(torch.accelerator.memory_reserved(index) for index in range(torch.accelerator.device_count()))
+
+
+def release_free_memory() -> None:
+    """Gives back what glibc keeps between blocks that are in use; loading leaves a lot of it. Takes milliseconds.
+
+    Does nothing with another C library.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

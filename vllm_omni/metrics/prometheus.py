@@ -206,15 +206,19 @@ def _health_families(pipelines: _Pipelines) -> Iterator[Metric]:
     labels = ["pipeline", "stage", "replica"]
     states = GaugeMetricFamily(f"{PREFIX}stage_state", "1 for the state of the stage.", labels=[*labels, "state"])
     paused = GaugeMetricFamily(f"{PREFIX}paused", "1 while generation is paused.", labels=["pipeline"])
+    versions = GaugeMetricFamily(
+        f"{PREFIX}weight_version", "1 for the version of the stage's weights.", labels=[*labels, "weight_version"]
+    )
     restarts = CounterMetricFamily(f"{PREFIX}stage_restarts", "How often its process was replaced.", labels=labels)
     for number, pipeline in pipelines:
         for stage in pipeline.health():
             own = [number, pipeline.names[stage.stage_id], str(stage.replica)]
             for state in StageState:
                 states.add_metric([*own, state.value], stage.state == state.value)
+            versions.add_metric([*own, stage.weight_version], 1)
             restarts.add_metric(own, stage.num_restarts)
         paused.add_metric([number], pipeline.is_paused())
-    yield from (states, restarts, paused)
+    yield from (states, versions, restarts, paused)
 
 
 _Stages = Sequence[tuple[str, PrometheusObserver, StageStats]]

@@ -9,6 +9,8 @@ from enum import Enum
 
 import msgspec
 
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
+
 COMPLETED = "completed"
 """Outcome of a request. Other outcomes are `aborted` (in a stage) and names of error classes."""
 
@@ -25,6 +27,7 @@ class StageMetrics(msgspec.Struct, kw_only=True):
         num_input_tokens, num_output_tokens: Rows read and tokens written (0 where a stage has none).
         num_cached_tokens: Of the first, those that the engine found in its prefix cache.
         num_chunks: Pieces in which the output left the engine.
+        weight_version: Of the weights that it was made with.
     """
 
     stage_id: int
@@ -38,6 +41,7 @@ class StageMetrics(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_chunks: int = 0
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
     @property
     def seconds(self) -> float:
@@ -52,6 +56,8 @@ class StageState(Enum):
     """It takes requests."""
     UNRESPONSIVE = "unresponsive"
     """It was ready, and its process does not answer any more. What is sent to it waits until it does, or is killed."""
+    OUTDATED = "outdated"
+    """Its weights are not those of the pipeline: it takes no requests before the next update of them."""
     RESTARTING = "restarting"
     """The process died, and the next one is due or loading."""
     DEAD = "dead"
@@ -64,11 +70,12 @@ class StageHealth:
 
     Attributes:
         name, replica: `writer`, or `writer.1` where there are several.
-        state: `starting`, `ready`, `unresponsive`, `restarting` or `dead`.
+        state: `starting`, `ready`, `unresponsive`, `outdated`, `restarting` or `dead`.
         num_restarts: How often its process was replaced.
         last_death: How its last process ended; empty if none has.
         node: The machine that it is on; empty without a cluster.
         waits_for: What is missing for its next process; empty if nothing is.
+        weight_version: Of its weights; empty: not known.
     """
 
     stage_id: int
@@ -79,6 +86,7 @@ class StageHealth:
     last_death: str = ""
     node: str = ""
     waits_for: str = ""
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class CacheCounts(msgspec.Struct, kw_only=True, frozen=True):
@@ -134,7 +142,7 @@ class StageStats(msgspec.Struct, kw_only=True):
         num_steps, step_seconds: Engine steps, and their duration, summed.
         num_scheduled: Batch sizes of all steps, summed.
         kv_blocks_used, kv_blocks_total: KV cache blocks in use, and of the engine; 0 where it has none.
-        resident_bytes: Of its process in RAM, with what it shares with others. Stages of one process have equal values.
+        resident_bytes: Of its process, and of its agent, in RAM, with what they share with others.
         device_bytes: That torch's allocator holds on the devices of its process; 0 where it has none.
         caches: Of the engine, by name: `encoder`, of encoded media; `prompt`, of encoded prompts.
         unbatched: Networks of a diffusion stage whose calls are not batched, since requests would change each other's

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people see while something takes seconds: on a terminal a line that is drawn again, below the log; elsewhere one
-that says what is done. Imports neither other modules of the package nor vLLM.
+that says what is done. Imports neither torch nor vLLM.
 """
 
 import logging
@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
+
+from vllm_omni.metrics.logs import handle_import_warnings
+from vllm_omni.vllm_requirement import describe_import
 
 _INTERVAL_S = 0.25
 _PATIENCE_S = 2.0
@@ -104,3 +107,13 @@ def waiting(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def importing_vllm() -> Iterator[None]:
+    """`waiting` for the first import of vLLM by a program; what that warns of, about other packages, is left out."""
+    if "vllm" in sys.modules:
+        yield
+        return
+    with handle_import_warnings(), waiting(describe_import()):
+        yield

@@ -90,6 +90,11 @@ class PromptProcessor(ABC):
         raise ValueError("this model reads a text whole: prompt must be a string")
 
     @property
+    def reads_pieces(self) -> bool:
+        """Whether the model reads a text in pieces."""
+        return type(self).process_pieces is not PromptProcessor.process_pieces
+
+    @property
     def voices(self) -> tuple[str, ...]:
         """The values of the field `speaker`, in lower case, the default one first."""
         return ()

@@ -64,6 +64,7 @@ STAGE_KINDS: dict[str, str] = {
 """By `engine_type`: the kinds of stages."""
 
 _ADAPTERS = "vllm_omni.model_executor.speech_adapters"
+_TRANSCRIBING = "vllm_omni.model_executor.transcription_adapters"
 
 SPEECH_ADAPTERS: dict[str, str] = {
     "BarkModel": f"{_ADAPTERS}:Bark",
@@ -80,6 +81,13 @@ SPEECH_ADAPTERS: dict[str, str] = {
 }
 """By the class of transformers: what its declarations do not tell."""
 
+TRANSCRIPTION_ADAPTERS: dict[str, str] = {
+    "KyutaiSpeechToTextForConditionalGeneration": f"{_TRANSCRIBING}:KyutaiSpeechToText",
+    "SeamlessM4TForSpeechToText": f"{_TRANSCRIBING}:SeamlessM4TForSpeechToText",
+    "SeamlessM4Tv2ForSpeechToText": f"{_TRANSCRIBING}:SeamlessM4TForSpeechToText",
+}
+"""By the class of transformers: what its tables do not tell."""
+
 MODELS = ModelPackage(
     architectures=OMNI_MODELS,
     hf_configs=OMNI_CONFIGS,
@@ -89,4 +97,5 @@ MODELS = ModelPackage(
     checkpoints=Path(__file__).parents[1] / "checkpoints",
     stage_kinds=STAGE_KINDS,
     speech_adapters=SPEECH_ADAPTERS,
+    transcription_adapters=TRANSCRIPTION_ADAPTERS,
 )

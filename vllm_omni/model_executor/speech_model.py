@@ -7,12 +7,9 @@ few lines for each class (`speech_adapters.py`, and `ModelPackage.speech_adapter
 """
 
 import inspect
-import json
 import os
 import pkgutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,7 +17,6 @@ import msgspec
 import torch
 import transformers
 from transformers import (
-    AutoConfig,
     AutoProcessor,
     GenerationMixin,
     PretrainedConfig,
@@ -29,11 +25,15 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.pipelines.text_to_audio import DEFAULT_VOCODER_ID
-from transformers.utils import cached_file
 
-from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.row_noise import RowNoise
+from vllm_omni.model_executor.transformers_model import (
+    TransformersModel,
+    TransformersSettings,
+    load_config,
+    to_device,
+)
 from vllm_omni.model_packages import find_models
 
 _SPECTROGRAM = frozenset(modeling_auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES.values())
@@ -50,10 +50,6 @@ _NO_LIMIT = 1_000_000
 """Tokens: a `model_max_length` above this stands for none."""
 _MAX_TEXT_TOKENS = 2000
 """Of a model that declares no limit."""
-TOLERANCE = 1e-4
-"""Of samples, or of a quiet sound's loudest one: how much a sound that was computed with others may differ from the one
-that was computed alone."""
-
 _GENERATION_PARAMETERS: dict[str, Any] = {
     "do_sample": bool,
     "temperature": Annotated[float, msgspec.Meta(gt=0, le=10)],
@@ -61,53 +57,6 @@ _GENERATION_PARAMETERS: dict[str, Any] = {
     "top_p": Annotated[float, msgspec.Meta(gt=0, le=1)],
     "guidance_scale": Annotated[float, msgspec.Meta(ge=0, le=100)],
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeechSettings:
-    """`engine_args` of a stage of the kind `transformers`."""
-
-    model: str | None = None
-    """The stage's own checkpoint. Default: the pipeline's."""
-    model_stage: str | None = None
-    """The stage's name."""
-    engine_output_type: str | None = None
-    """The output for other stages; for information only."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights: `auto` is float32 on a CPU, and the checkpoint's on an accelerator."""
-    revision: str | None = None
-    """Revision of the checkpoint on the hub."""
-    trust_remote_code: bool = False
-    """Run code that comes with the checkpoint."""
-    vocoder: str | None = None
-    """Checkpoint of the vocoder of a model that makes spectrograms. Default: the one of transformers' pipeline."""
-    voices: str | None = None
-    """Folder with a file for each voice, of a model that reads x-vectors: `NAME.npy`, float32 `[size]`. Default:
-    `voices` in the checkpoint."""
-
-
-SPEECH_SETTINGS = tuple(setting.name for setting in fields(SpeechSettings))
-
-
-def parse_settings(engine_args: Mapping[str, Any], where: str) -> SpeechSettings:
-    """
-    Args:
-        where: The stage, for messages.
-
-    Raises:
-        StageConfigError: A key is unknown, or a value has the wrong type.
-    """
-    where = f"{where}: engine_args"
-    for key in engine_args:
-        if key not in SPEECH_SETTINGS:
-            hint = nearest(key, SPEECH_SETTINGS)
-            known = ", ".join(SPEECH_SETTINGS)
-            raise StageConfigError(f"{where}: a transformers stage has no {key!r}{hint} (known here: {known})")
-    try:
-        return convert_config(dict(engine_args), SpeechSettings)
-    except msgspec.ValidationError as error:
-        problem, key = split_error(error)
-        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given_value(error, engine_args)}") from error
 
 
 def find_speech_class(hf_config: PretrainedConfig) -> str | None:
@@ -118,25 +67,15 @@ def find_speech_class(hf_config: PretrainedConfig) -> str | None:
     return next((name for name in architectures if name in names and hasattr(transformers, name)), None)
 
 
-def load_speech_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:
-    """A checkpoint's configuration as transformers reads it: vLLM refuses those with two language models.
-
-    Raises:
-        OSError, ValueError: It cannot be read.
-    """
-    trusts = bool(engine_args.get("trust_remote_code"))
-    return AutoConfig.from_pretrained(model, revision=engine_args.get("revision"), trust_remote_code=trusts)
-
-
 def is_speech_checkpoint(model: str, engine_args: Mapping[str, Any]) -> bool:
     """Whether a checkpoint makes sound of a text with a class of transformers."""
     try:
-        return find_speech_class(load_speech_config(model, engine_args)) is not None
+        return find_speech_class(load_config(model, engine_args)) is not None
     except Exception:  # Of any library that reads it; the caller reports why it cannot be read.
         return False
 
 
-def open_speech_model(model: str, settings: SpeechSettings, hf_config: PretrainedConfig) -> "SpeechModel":
+def open_speech_model(model: str, settings: TransformersSettings, hf_config: PretrainedConfig) -> "SpeechModel":
     """The model, without weights.
 
     Args:
@@ -157,7 +96,7 @@ def open_speech_model(model: str, settings: SpeechSettings, hf_config: Pretraine
     return model_type(model, settings, hf_config, getattr(transformers, name))
 
 
-class SpeechModel:
+class SpeechModel(TransformersModel):
     """A checkpoint that speaks, or makes other sound of a text. `load` adds its weights.
 
     Subclasses change what the declarations of the class do not tell. Of each method and attribute that they may
@@ -165,31 +104,17 @@ class SpeechModel:
 
     Attributes:
         speaks: The text is spoken: a long one may be cut into sentences.
-        joins: Whether rows that are computed together are equal to each alone; None: found out with requests.
         generation_parameters: What a request may set of the generation configuration.
         limits_tokens: A request may set `max_new_tokens`.
-        model: The checkpoint.
-        config, model_class: Its configuration and class.
-        module, processor, vocoder: Of a loaded model; no vocoder where the class makes waveforms.
-        gate: Called before each layer; it may raise.
+        processor, vocoder: Of a loaded model; no vocoder where the class makes waveforms.
     """
 
     speaks: ClassVar[bool] = True
-    joins: ClassVar[bool | None] = None
     generation_parameters: ClassVar[Sequence[str]] = tuple(_GENERATION_PARAMETERS)
     limits_tokens: ClassVar[bool] = True
 
-    module: Any
     processor: Any
     vocoder: Any
-
-    def __init__(self, model: str, settings: SpeechSettings, hf_config: PretrainedConfig, model_class: Any) -> None:
-        self.model = model
-        self.settings = settings
-        self.config = hf_config
-        self.model_class = model_class
-        self.gate: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()  # Tokenizers are not thread-safe.
 
     # What the files tell, without weights.
 
@@ -281,26 +206,6 @@ class SpeechModel:
         """Whether the class has an argument of this name."""
         return name in inspect.signature(self._method(self.model_class)).parameters
 
-    def config_value(self, *names: str) -> Any:
-        """The first of these fields that the configuration has, or a part of it."""
-        parts = [self.config, *(part for part in vars(self.config).values() if isinstance(part, PretrainedConfig))]
-        found = (getattr(part, name, None) for name in names for part in parts)
-        return next((value for value in found if value is not None), None)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the checkpoint; empty if there is none."""
-        path = cached_file(
-            self.model,
-            name,
-            revision=self.settings.revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if path is None:
-            return {}
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-
     def _rate_sources(self) -> Iterator[dict[str, Any]]:
         """Dicts that may have the sampling rate, the most specific ones first."""
         own = self.config.to_dict()
@@ -316,20 +221,13 @@ class SpeechModel:
         Raises:
             StageConfigError: Something that the model needs is missing.
         """
-        args = {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
-        is_float32 = self.settings.dtype == "auto" and device.type == "cpu"
-        dtype = "float32" if is_float32 else self.settings.dtype
-        self.module = self.model_class.from_pretrained(self.model, dtype=dtype, **args).to(device).eval()
-        self.processor = self.load_processor(**args)
+        super().load(device)
+        self.processor = self.load_processor(**self.load_arguments)
         self.vocoder = None
         if self.needs_vocoder:
             vocoder: Any = SpeechT5HifiGan.from_pretrained(self.vocoder_path)
             self.vocoder = vocoder.to(device, self.module.dtype).eval()
         self._num_marks = len(self.tokenizer(self.prepare_text(""))["input_ids"])
-        for each in self.module.modules():
-            if isinstance(each, torch.nn.ModuleList):
-                for layer in each:
-                    layer.register_forward_pre_hook(lambda module, args: self.gate())
 
     def load_processor(self, **args: Any) -> Any:
         """What encodes texts."""
@@ -354,7 +252,7 @@ class SpeechModel:
         torch.manual_seed(parameters.seed)
         with self._lock:
             inputs = self.encode([self.prepare_text(text) for text in texts], parameters)
-        inputs = _to_device(inputs, self.module.device)
+        inputs = to_device(inputs, self.module.device)
         options = self.options(parameters, len(texts))
         with torch.inference_mode():
             if len(texts) == 1:
@@ -434,22 +332,3 @@ class SpeechModel:
         if hasattr(model, "generate"):
             return model.generate
         return model if isinstance(model, torch.nn.Module) else model.forward
-
-
-def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """Whether sounds have the same lengths and, within `TOLERANCE` of the second ones, the same samples."""
-    for one, other in zip(first, second, strict=True):
-        if one.shape != other.shape:
-            return False
-        if one.numel() and (one - other).abs().max() > TOLERANCE * min(1.0, float(other.abs().max())):
-            return False
-    return True
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """A value, or a mapping of any depth, with all tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping) or hasattr(value, "items"):
-        return {name: _to_device(each, device) for name, each in value.items()}
-    return value

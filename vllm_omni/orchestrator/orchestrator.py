@@ -53,13 +53,13 @@ from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.launch.launcher import ClusterLauncher, Launcher, LocalLauncher
 from vllm_omni.launch.nodes import Nodes
 from vllm_omni.launch.silence import SilenceWatch
-from vllm_omni.launch.spec_factory import Site, SpecFactory
+from vllm_omni.launch.spec_factory import Site, SpecFactory, StageWeights
 from vllm_omni.launch.stage_handle import OmniStage, StageHandle
 from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission
-from vllm_omni.orchestrator.operations import Operations
+from vllm_omni.orchestrator.control_calls import ControlCalls
 from vllm_omni.orchestrator.request import PipelineRequest
 from vllm_omni.orchestrator.router import RequestRouter
 from vllm_omni.placement.spec import StagePlacement
@@ -196,10 +196,24 @@ class Orchestrator:
         self._command(lambda: self._router.abort(request_ids))
 
     def control(self, verb: AnyVerb, stage_ids: Sequence[int], timeout: float) -> Future[list[Any]]:
-        """Has all replicas of these stages do something. Arguments and result are those of `Operations.call`."""
+        """Has all replicas of these stages do something. Arguments and result are those of `ControlCalls.call`."""
         result = _future()
-        self._command(lambda: self._operations.call(verb, stage_ids, timeout, result))
+        self._command(lambda: self._control_calls.call(verb, stage_ids, timeout, result))
         return result
+
+    @property
+    def model(self) -> str:
+        """The checkpoint of the pipeline."""
+        return self._specs.model
+
+    def weight_version(self, stage_id: int) -> str:
+        """The version of the weights that the stage has to have."""
+        return self._specs.weights.get(stage_id, StageWeights()).version
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the stages compute no steps, and keep their requests."""
+        return self._control_calls.is_frozen
 
     def pause(self, *, aborts: bool = False) -> Future[None]:
         """Starts no further request; those that come wait, as far as the queue has room.
@@ -349,7 +363,7 @@ class Orchestrator:
             self._run_commands()
             self._supervisor.on_timer()
             self._silence.on_timer()
-            self._operations.on_timer(time.monotonic())
+            self._control_calls.on_timer(time.monotonic())
             self._router.end_overdue(time.monotonic())
             self._router.admit()
             if self._router.is_idle:
@@ -396,7 +410,7 @@ class Orchestrator:
         }
         payloads = PayloadReceiver(self._run_dir.path)
         self._router = RequestRouter(self._config, self._stages, self._admission, payloads, self._observer)
-        self._operations = Operations(self._stages)
+        self._control_calls = ControlCalls(self._stages, self._specs.weights, self._on_weights)
         self._supervisor = Supervisor(
             list(self._stages.values()),
             self._launcher,
@@ -466,7 +480,7 @@ class Orchestrator:
                 )
 
     def _next_due(self) -> float:
-        times = [self._supervisor.due, self._router.due, self._silence.due, self._operations.due]
+        times = [self._supervisor.due, self._router.due, self._silence.due, self._control_calls.due]
         return min(due for due in times if due is not None)
 
     def _poll(self, due: float) -> None:
@@ -499,7 +513,7 @@ class Orchestrator:
         try:
             self._run_commands()
         finally:
-            self._operations.close(self._why_ended)
+            self._control_calls.close(self._why_ended)
             self._router.end_all(self._why_ended)
             self._end_drained()
             for stage in self._stages.values():
@@ -554,7 +568,7 @@ class Orchestrator:
             case FaultMessage():
                 self._on_fault(message.peer, message.error)
             case ControlResult():
-                self._operations.on_result(stage, message)
+                self._control_calls.on_result(stage, message)
             case AliveMessage():
                 pass
 
@@ -581,14 +595,29 @@ class Orchestrator:
             remove_payloads(self._run_dir.path, stage.instance_id)
         else:
             logger.info("%s: ready after %.1f s", stage.label, time.monotonic() - self._start_time)
+        stage.weight_version = message.weight_version
         self._supervisor.on_ready(stage, message.address, message.remote_address)
-        self._operations.on_stage_up(stage)
-        self._router.on_stage_up(stage)
+        self._control_calls.on_stage_up(stage)
+        self._on_weights(stage)
+        if stage.is_up:
+            self._router.on_stage_up(stage)
+
+    def _on_weights(self, stage: StageHandle) -> None:
+        """A stage without the weights of the pipeline takes no requests until it has them."""
+        if self._control_calls.has_weights(stage):
+            was_outdated = stage.state is StageState.OUTDATED
+            self._supervisor.set_state(stage, StageState.READY if was_outdated else stage.state)
+            if was_outdated:
+                self._router.on_stage_up(stage)
+        elif stage.is_up:
+            logger.error("%s: its weights are not those of the pipeline; it takes no requests", stage.label)
+            self._supervisor.set_state(stage, StageState.OUTDATED)
+            self._router.on_stage_outdated(stage)
 
     def _on_stage_down(self, stage: StageHandle) -> None:
         self._inbound.drop_sender(stage.instance_id)
         self._router.on_stage_down(stage)
-        self._operations.on_stage_down(stage)
+        self._control_calls.on_stage_down(stage)
         remove_segments(self._run_dir.path, stage.instance_id)
         self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 

@@ -26,6 +26,11 @@ class ReplicaSet:
         self._turns = itertools.count()
         self._prefixes = _Prefixes()
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether all of them wait for an update of their weights."""
+        return all(stage.state is StageState.OUTDATED for stage in self.stages)
+
     def take_new_requests(self, excluded: Collection[int] = ()) -> bool:
         """Whether one of them accepts more requests; those with these instance ids do not."""
         return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in excluded)
@@ -53,7 +58,7 @@ class ReplicaSet:
     def _candidates(self, stages: Sequence[StageHandle]) -> Sequence[StageHandle]:
         ready = [stage for stage in stages if stage.state is StageState.READY]
         with_room = [stage for stage in ready if not stage.credit.is_spent]
-        alive = [stage for stage in stages if stage.state is not StageState.DEAD]
+        alive = [stage for stage in stages if stage.state not in (StageState.DEAD, StageState.OUTDATED)]
         return with_room or ready or alive or stages
 
 

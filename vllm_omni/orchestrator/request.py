@@ -12,7 +12,9 @@ from vllm_omni.engine.text_decoder import TextDecoder
 from vllm_omni.errors import RequestError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.observer import COMPLETED, RequestSummary
+from vllm_omni.orchestrator.sent_output import SentOutput
 from vllm_omni.outputs import (
     Completion,
     OmniRequestOutput,
@@ -85,6 +87,7 @@ class RequestRecord:
         unsubmitted: Stages to which it was not submitted yet, because they are restarting.
         request_id: Its id in stages and in messages.
         is_retry: A process died with it, and it was started again.
+        lost_in: Where it was lost then.
         sent_input: Of `PipelineRequest.more_input`, what was sent.
     """
 
@@ -96,10 +99,12 @@ class RequestRecord:
         self.unsubmitted = set(request.stages)
         self.request_id = request.request_id
         self.is_retry = False
+        self.lost_in: StageHandle | None = None
         self.sent_input: list[tuple[int, StageInput, bool]] = []
         self._config = config
         self._pieces: dict[int, list[StageOutput]] = {stage_id: [] for stage_id in request.final_stages}
         self._shapes = {stage_id: StreamShapes() for stage_id in request.final_stages}
+        self._sent = {stage_id: SentOutput() for stage_id in request.final_stages}
         self._metrics: dict[int, StageMetrics] = {}
         self._audio_seconds = 0.0
         self._num_images = 0
@@ -107,15 +112,31 @@ class RequestRecord:
         self._first: dict[str, float] = {}
 
     @property
-    def has_events(self) -> bool:
-        """Whether the caller has received a part of the output."""
-        return self._num_events > 0
+    def can_repeat(self) -> bool:
+        """Whether it may start again: the caller has no part of the output yet, or the output will be the same, since
+        no stage draws tokens without a seed."""
+        return self._num_events == 0 or not any(map(self._draws, self.request.stages.items()))
 
-    def make_retry(self) -> "RequestRecord":
-        """Makes the request anew, under another id: there may still be messages about this try."""
+    def _draws(self, stage: tuple[int, StageRequest]) -> bool:
+        stage_id, params = stage[0], stage[1].sampling_params
+        is_sampled = params is not None and params.temperature > 0 and params.seed is None
+        return is_sampled and self._config.stages[stage_id].kind.is_autoregressive
+
+    def make_retry(self, stage: StageHandle) -> "RequestRecord":
+        """Makes the request anew, under another id: there may still be messages about this try. The caller gets what it
+        has not received.
+
+        Args:
+            stage: Where it was lost.
+        """
         request = self.request
         retry = RequestRecord(request, 0, self._config)
-        retry.is_retry = True
+        retry.is_retry, retry.lost_in = True, stage
+        if request.streams:
+            retry._num_events, retry._sent, retry._pieces = self._num_events, self._sent, self._pieces
+            retry._first, retry._audio_seconds, retry._num_images = self._first, self._audio_seconds, self._num_images
+            for sent in self._sent.values():
+                sent.restart()
         retry.request_id = f"{request.request_id}.retry"
         for stage_request in request.stages.values():
             stage_request.request_id = retry.request_id
@@ -147,11 +168,17 @@ class RequestRecord:
         """A segment of a final stage's output; creates the events of a streaming client.
 
         Raises:
+            RepetitionError: It is not what the caller has received before the request was started again.
             Exception: It is not an output of this stage, or cannot be joined to those before.
         """
         self._shapes[stage_id].check(piece)
         if (decoder := self.request.decoders.get(stage_id)) is not None:
             decoder.decode(piece)
+        if self.request.streams:
+            new = self._sent[stage_id].take_new(piece)
+            if new is None:
+                return
+            piece = new
         output_type = self._config.stages[stage_id].final_output_type or ""
         is_progress = piece.step is not None
         if not is_progress or piece.is_last:

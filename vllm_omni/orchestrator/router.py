@@ -39,6 +39,7 @@ from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.replica_set import ReplicaSet
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
+from vllm_omni.orchestrator.sent_output import RepetitionError
 from vllm_omni.outputs import StageOutput
 
 logger = logging.getLogger("vllm.omni.orchestrator")
@@ -111,7 +112,9 @@ class RequestRouter:
             self._start(request)
 
     def _takes_new(self, request: PipelineRequest) -> bool:
-        """Whether its first stages accept more requests."""
+        """Whether its first stages accept more requests, and none waits for an update of its weights."""
+        if any(self._replicas[stage_id].is_outdated for stage_id in request.stages):
+            return False
         sources = {stage_id: self._config.stages[stage_id].engine_input_source for stage_id in request.stages}
         firsts = (stage_id for stage_id in request.stages if request.stages.keys().isdisjoint(sources[stage_id]))
         excluded = self._excluded
@@ -289,9 +292,13 @@ class RequestRouter:
 
     @contextlib.contextmanager
     def _failing(self, record: RequestRecord, stage: StageHandle) -> Iterator[None]:
-        """Fails the request whose output cannot be read."""
+        """Fails the request whose output cannot be read, or cannot go on after a retry."""
         try:
             yield
+        except RepetitionError:
+            assert record.lost_in is not None
+            logger.warning("request %s: its output was not the same when it was made again", record.request.external_id)
+            self._fail_dead(record, record.lost_in)
         except Exception as error:
             text = f"the output of {stage.label} could not be read: {type(error).__name__}: {error}"
             self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
@@ -320,6 +327,13 @@ class RequestRouter:
                 for record in isolated.waiting:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
+
+    def on_stage_outdated(self, stage: StageHandle) -> None:
+        """Nobody knows when the weights of its process are updated: what it should work on fails."""
+        for record in list(self._records.values()):
+            if stage.stage_id in record.pending and record.instances.get(stage.stage_id) == stage.instance_id:
+                text = f"{stage.label} died, and its next process has not got the weights of the pipeline"
+                self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
 
     def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
@@ -354,7 +368,7 @@ class RequestRouter:
         isolated = self._isolated_retry(stage)
         if isolated is not None and isolated.running is record and record.is_working(stage.stage_id):
             self._fail_crashed(record, stage)
-        elif record.is_retry or record.has_events or stage.state is StageState.DEAD:  # The caller has a part of it.
+        elif record.is_retry or not record.can_repeat or stage.state is StageState.DEAD:
             self._fail_dead(record, stage)
         else:
             self._retry_isolated(record, stage)
@@ -374,7 +388,7 @@ class RequestRouter:
             isolated = IsolatedRetry(stage.instance_id, stage.stage_id)
             self._isolated_retries.append(isolated)
         self._leave(record)
-        retry = record.make_retry()
+        retry = record.make_retry(stage)
         self._records[retry.request_id] = retry
         self._retried[record.request.request_id] = retry.request_id
         isolated.waiting.append(retry)
@@ -389,7 +403,7 @@ class RequestRouter:
         now = time.monotonic()
         if not stage.is_up:
             isolated.ends = math.inf
-            is_over = stage.state is StageState.DEAD
+            is_over = stage.state in (StageState.DEAD, StageState.OUTDATED)
         else:
             isolated.ends = min(isolated.ends, now + LIMIT_S)
             is_over = now >= isolated.ends

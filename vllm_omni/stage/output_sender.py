@@ -47,7 +47,7 @@ class OutputSender:
         run_dir = Path(spec.run_dir)
         self._instance_id = spec.instance.instance_id
         self._segments = spec.segments
-        self._hides_tensors = spec.stage.final_output_type == "text"
+        self._hides_tensors = spec.stage.final_output_type == "text" and not spec.stage.kind.text_has_tensors
         self._orchestrator = PayloadPeer(
             context, run_dir, self._instance_id, spec.epoch, ORCHESTRATOR, spec.connector, network
         )

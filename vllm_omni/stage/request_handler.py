@@ -108,7 +108,7 @@ class RequestHandler:
         """Sends a snapshot to the orchestrator."""
         engine = self._engine
         kv_blocks, caches, unbatched = engine.kv_blocks(), engine.cache_counts(), engine.unbatched()
-        memory = resident_bytes(), device_bytes()
+        memory = resident_bytes(engine.processes), device_bytes()
         stats = self._recorder.snapshot(len(self._waiting), self.num_running, kv_blocks, caches, unbatched, memory)
         self._sender.send(StatsMessage(instance_id=self._instance_id, stats=stats))
         if stats.num_running or stats.kv_blocks_used:
@@ -167,7 +167,12 @@ class RequestHandler:
             request=request,
             inputs=inputs,
             outputs=self._sender.segmenter(message),
-            metrics=StageMetrics(stage_id=stage.stage_id, name=instance.name, replica=instance.replica),
+            metrics=StageMetrics(
+                stage_id=stage.stage_id,
+                name=instance.name,
+                replica=instance.replica,
+                weight_version=self._engine.weight_version,
+            ),
         )
 
     def _override_input(self, given: StageOutput, streams: bool) -> InputStreams:

@@ -188,6 +188,7 @@ class StageShell:
             if not is_invalid:
                 self._log.error("%s failed", type(message.verb).__name__, exc_info=error)
             result = answer(error=str(error) or type(error).__name__, invalid=is_invalid)
+        result.weight_version = self._engine.weight_version
         self._outbox.put(partial(self._sender.send, result))
 
     def _take_outbox(self) -> None:
@@ -215,6 +216,7 @@ class StageShell:
                 epoch=self._spec.epoch,
                 address=self._address,
                 remote_address=remote_address,
+                weight_version=self._engine.weight_version,
             )
         )
         self._is_ready = True

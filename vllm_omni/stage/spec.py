@@ -10,6 +10,7 @@ from vllm_omni.config.stage_config import (
     StageInstance,
     WindowConfig,
 )
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.distributed.messages import PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.placement.spec import MachineShare, StagePlacement
@@ -78,6 +79,8 @@ class StageSpec(msgspec.Struct, kw_only=True):
         log_stats: Whether it sends its engine's metrics.
         network: For neighbours on other machines; None: there are none.
         workers: Where Ray starts the workers of its engine; None: they belong to its process.
+        weight_version: Of the weights that it has to have.
+        weights_path: Where they are; None: in its checkpoint.
     """
 
     instance: StageInstance
@@ -98,6 +101,8 @@ class StageSpec(msgspec.Struct, kw_only=True):
     log_stats: bool = False
     network: NetworkSpec | None = None
     workers: RayWorkers | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    weights_path: str | None = None
 
     @property
     def stage(self) -> OmniStageConfig:

@@ -14,8 +14,10 @@ from typing import NoReturn
 import msgspec
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
+from vllm_omni.control import CommitWeights, LoadWeights
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
+from vllm_omni.metrics.memory import release_free_memory
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -68,8 +70,23 @@ class HostedStage:
             if self.engine.compiles_at_start():
                 logger.info("%s: compiles its model, for minutes on a machine's first start", self.label)
             self.engine.start()
+        self._update_weights()
+        release_free_memory()
         log_warnings()
         self._outbox.put(Started())
+
+    def _update_weights(self) -> None:
+        """Brings a process that replaces another one to the weights of the pipeline."""
+        path, version = self.spec.weights_path, self.spec.weight_version
+        if path is None:
+            self.engine.weight_version = version
+            return
+        try:
+            self.engine.control(LoadWeights(weights_path=path))
+            self.engine.control(CommitWeights(weights_path=path, weight_version=version))
+        except Exception as error:
+            logger.error("%s: has the weights of its checkpoint, not those of %s: %s", self.label, path, error)
+            self.engine.weight_version = ""
 
     def join(self) -> None:
         """Waits until its IO thread has ended, after a `ShutdownMessage`."""

@@ -6,21 +6,18 @@ it is complete, and its weights are the last; its configuration alone is made in
 it. The dtype is that of the package or the one that is closest to its numbers, and a CPU computes from it as it is.
 """
 
-import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
 from safetensors import SafetensorError
 
-from vllm_omni.distributed.locked_folder import LockedFolder
+from vllm_omni.distributed.locked_folder import LockedFolder, alone, user_cache
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.talk.packages import require_packages
 
@@ -37,10 +34,7 @@ def cache_folder() -> Path:
     Raises:
         PipelineStartError: The user has no home folder, as some in containers.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache.startswith("~"):
-        raise PipelineStartError("this user has no home folder for the parts of talk; set HOME, or XDG_CACHE_HOME")
-    return Path(cache) / "vllm_omni" / "talk"
+    return user_cache("talk", "the parts of talk")
 
 
 class MadeCheckpoint(ABC):
@@ -84,7 +78,7 @@ class MadeCheckpoint(ABC):
         if not needed.is_file():
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                with self._locked(folder.with_name(f"{folder.name}.lock")):
+                with alone(folder.with_name(f"{folder.name}.lock"), f"converts {self.name}", logger):
                     if not needed.is_file():
                         self._make(folder, with_weights)
             except (OSError, SafetensorError) as error:
@@ -94,17 +88,6 @@ class MadeCheckpoint(ABC):
                     f"{folder.parent}: {problem}, or set XDG_CACHE_HOME to another folder"
                 ) from error
         return folder
-
-    @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Only one process at a time converts; the others wait for its result."""
-        with path.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("Waiting for another process that converts %s", self.name)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _make(self, folder: Path, with_weights: bool) -> None:
         """Converts beside `folder`, and moves what is complete there. Also removes what killed processes have left."""

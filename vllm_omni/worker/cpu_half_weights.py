@@ -6,6 +6,8 @@ float16 or bfloat16 therefore reads twice the bytes it has: here its linear laye
 (FBGEMM, which needs AVX2). vLLM's hook for other kernels is a quantization, so this is one that rounds nothing.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ from torch import nn
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 _ENGINES = ("x86", "fbgemm")
@@ -64,18 +70,31 @@ class HalfLinearMethod(UnquantizedLinearMethod):
         if not can_pack(layer):
             super().process_weights_after_loading(layer)
             return
-        pack(layer)
+        weight: Any = layer.weight
+        packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), None)
+        layer.cpu_linear = functools.partial(_multiply, lambda: packed)  # type: ignore[assignment]
         layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class HalfEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """The weights remain for the embedding of tokens."""
+    """The weights remain for the embedding of tokens.
+
+    A head has the packed ones in addition, and shares them with the embedding that it shares its weights with. Those of
+    an embedding alone are packed by the first product, since few models have one.
+    """
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if can_pack(layer):
-            pack(layer)
-        else:
-            super().process_weights_after_loading(layer)
+        weight: Any = layer.weight
+        if not hasattr(weight, "pack_once"):
+            if not can_pack(layer):
+                super().process_weights_after_loading(layer)
+                return
+            # Of the same memory, without a reference to itself.
+            prepack = functools.partial(torch.ops.quantized.linear_prepack_fp16, weight.detach(), None)
+            weight.pack_once = functools.cache(prepack)
+        layer.cpu_linear = functools.partial(_multiply, weight.pack_once)  # type: ignore[assignment]
+        if isinstance(layer, ParallelLMHead):
+            weight.pack_once()
 
 
 def can_pack(layer: Any) -> bool:
@@ -90,15 +109,12 @@ def can_pack(layer: Any) -> bool:
     return bool((weight.half().float() - weight).abs_().max() <= _TOLERANCE)  # False for infinities.
 
 
-def pack(layer: Any) -> None:
-    """vLLM's methods on a CPU call `cpu_linear`."""
-    packed = torch.ops.quantized.linear_prepack_fp16(layer.weight.detach(), None)
-
-    def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
-        return product if bias is None else product.add_(bias)
-
-    layer.cpu_linear = cpu_linear
+def _multiply(
+    packed: Callable[[], Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What vLLM's methods on a CPU call as the layer's `cpu_linear`."""
+    product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed())
+    return product if bias is None else product.add_(bias)
 
 
 def _is_useful(config: VllmConfig) -> bool:

@@ -85,6 +85,7 @@ class Int8LinearMethod(UnquantizedLinearMethod):
             return
         rounded, scales = quantize(weight.detach())
 
+        # vLLM calls it with the layer's weights, which are empty.
         def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.reshape(-1, x.shape[-1])
             if len(rows) < _MANY_ROWS:

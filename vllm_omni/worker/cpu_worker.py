@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_omni.errors import StageConfigError
 from vllm_omni.vllm_versions import CPULoRARunner
 from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights
+from vllm_omni.worker.cpu_kv_cache import CPUKVCache
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -63,15 +64,15 @@ class CPULoRA(CPULoRARunner):
         return super().load_lora_model(model, vllm_config, device)
 
 
-class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUInt8Weights):
+class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUInt8Weights, CPUKVCache):
     pass
 
 
-class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUInt8Weights):
+class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUInt8Weights, CPUKVCache):
     pass
 
 
-class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUInt8Weights):
+class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUInt8Weights, CPUKVCache):
     pass
 
 

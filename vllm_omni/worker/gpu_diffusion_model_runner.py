@@ -19,6 +19,7 @@ from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
+from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.module_state import ModuleState
 from vllm_omni.diffusion.pipeline_call import (
     CallAborted,
@@ -30,7 +31,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS, call_parameters
+from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
@@ -142,11 +143,11 @@ class DiffusionModelRunner:
             set_execution_device(pipe, self._device)
         return self._pipes[pipeline_class]
 
-    def _make_pipe(self, pipeline_class: type) -> DiffusionPipeline:
+    def _make_pipe(self, pipeline_class: "type[DiffusionPipeline]") -> DiffusionPipeline:
         if pipeline_class is type(self._pipe):
             return copy.copy(self._pipe)
         # diffusers' own `from_pipe` would convert the weights, which all pipelines share, to one dtype.
-        components, options = DiffusionPipeline._get_signature_keys(pipeline_class)
+        components, options = pipeline_class._get_signature_keys(pipeline_class)
         arguments: dict[str, Any] = {name: self._pipe.components.get(name) for name in components}
         arguments |= {name: self._pipe.config[name] for name in options if name in self._pipe.config}
         return pipeline_class(**arguments)
@@ -182,6 +183,8 @@ class DiffusionModelRunner:
             "generator": torch.Generator().manual_seed(job.seed),
             "output_type": "latent" if job.latents_only else "np",
         }
+        if arguments.get("padding_mask_crop") is not None and not job.latents_only:
+            own["output_type"] = "pil"  # The only one that pipelines put the crop back into.
         known = call_parameters(job.pipeline_class)
         return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
 
@@ -318,6 +321,8 @@ def _as_output(result: Any) -> torch.Tensor:
         TypeError: It is not one array for each output.
     """
     outputs = result[0]  # the first field of every output class
+    if len(outputs) == 1 and isinstance(outputs[0], Image.Image):
+        return _on_cpu(np.asarray(outputs[0].convert("RGB"), np.float32) / 255)
     if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
         raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
     return _on_cpu(outputs[0])
@@ -372,7 +377,7 @@ def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, A
     Returns:
         The arguments with the resized image and its size.
     """
-    image = arguments["image"]
+    image = arguments.get("image")
     if not isinstance(image, Image.Image) or "height" not in call_parameters(type(pipe)):
         return arguments
     width, height = (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from vllm.platforms import current_platform
 
 from vllm_omni.config.dit_config import DiTConfig
@@ -14,6 +15,7 @@ from vllm_omni.diffusion.job import JobEnd, RunningJob
 from vllm_omni.diffusion.join_check import JoinChecks, are_close, precision_of
 from vllm_omni.diffusion.loader import denoiser_names, load_pipeline, resolve_dtype
 from vllm_omni.diffusion.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
+from vllm_omni.diffusion.pipeline_call import modules_of
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 
@@ -48,10 +50,11 @@ class DiffusionGPUWorker:
     def init_device(self) -> None:
         self._device = init_device(0, self._memory)
 
-    def load_model(self, on_failure: Callable[[], None]) -> DiffusionModelRunner:
+    def load_model(self, on_failure: Callable[[], None], *, copies: bool = False) -> DiffusionModelRunner:
         """
         Args:
             on_failure: Called from any thread when a process of the denoiser has ended.
+            copies: The weights may be files in memory, which others overwrite: nothing remains a view of them.
 
         Raises:
             StageConfigError: The checkpoint or a setting cannot be used.
@@ -61,6 +64,8 @@ class DiffusionGPUWorker:
             self._ranks = ParallelDenoisers(self._model, self._config, self._memory, on_failure)
         try:
             pipe = load_pipeline(self._model, self._config, self._device)
+            if copies:
+                _copy_weights(pipe)
             if self._ranks is not None:
                 self._ranks.join({name: pipe.components[name] for name in names}, self._device)
             self._runner = DiffusionModelRunner(pipe, self._config, self._device)
@@ -147,3 +152,9 @@ class DiffusionGPUWorker:
         if len(self._limits) >= _MAX_LIMITS:
             self._limits.clear()
         self._limits[key] = min(max_batch_size, self._limits.get(key, max_batch_size))
+
+
+def _copy_weights(pipe: DiffusionPipeline) -> None:
+    for module in modules_of(pipe).values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()

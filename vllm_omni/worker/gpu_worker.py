@@ -10,7 +10,6 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.metrics.stats import CacheCounts
@@ -21,6 +20,7 @@ from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
 from vllm_omni.worker.gpu_model_runner import OmniGPUModelRunner
 from vllm_omni.worker.gpu_text_model_runner import GPUTextModelRunner
+from vllm_omni.worker.weights_beside import WeightsBesideWorker
 
 _BROKEN_DEVICE = "the device cannot be used any more: "
 
@@ -39,7 +39,7 @@ def is_device_broken(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or _BROKEN_DEVICE in str(error)
 
 
-class OmniGPUWorker(Worker):
+class OmniGPUWorker(WeightsBesideWorker):
     """vLLM's worker. Subclasses name the model runner."""
 
     omni_runner_cls: ClassVar[type[OmniGPUModelRunner]]
@@ -83,8 +83,14 @@ class GPUARWorker(OmniGPUWorker):
         """Reads hits and queries of encoded reference sounds; None of a model that encodes none. For callers in this
         process."""
         runner = self.model_runner
-        cache = runner.strategy.sound_cache if isinstance(runner, FeedbackARModelRunner) else None
-        return None if cache is None else lambda: cache.counts
+        if not isinstance(runner, FeedbackARModelRunner) or runner.strategy.sound_cache is None:
+            return None
+
+        def read() -> CacheCounts:
+            cache = runner.strategy.sound_cache  # That of the weights that are computed with now.
+            return CacheCounts() if cache is None else cache.counts
+
+        return read
 
 
 class GPUGenerationWorker(OmniGPUWorker):

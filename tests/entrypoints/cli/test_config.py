@@ -163,7 +163,10 @@ def test_a_diffusion_model_needs_no_file(run, tiny_diffusion) -> None:
         (["--init-timeout", "0"], "init_timeout: Expected `float` > 0.0, not 0"),
         (["--max-inflight", "0"], "max_inflight: Expected `int` >= 1, not 0"),
         (["--stage.talker.default_sampling_params.top_p", "7"], "(talker): default_sampling_params: top_p must be in"),
-        (["--stage.thinker.default_sampling_params.top_kk", "7"], "(thinker): default_sampling_params: Unexpected"),
+        (
+            ["--stage.thinker.default_sampling_params.top_kk", "7"],
+            "unknown sampling parameter 'top_kk'",
+        ),
     ],
 )
 def test_an_error_is_one_message(run, tiny_qwen3_omni_moe: Path, given: list[str], words: str) -> None:

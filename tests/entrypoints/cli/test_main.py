@@ -101,7 +101,9 @@ def test_a_wrong_command_line_is_reported_before_anything_is_imported(run, monke
 def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2
-    assert "--omni is for serve, config, bench, demo, playground, doctor; leave it out for chat" in result.err
+    assert (
+        "--omni is for serve, config, bench, run-batch, demo, playground, doctor; leave it out for chat" in result.err
+    )
     result = run("bench", "latency", "--omni")
     assert result.code == 2
     assert "--omni is for bench serve; leave it out for the other benchmarks" in result.err

@@ -2,6 +2,7 @@
 """`vllm serve MODEL --omni`: supported flags, what they reach, and errors of others."""
 
 import errno
+import json
 import re
 import subprocess
 import sys
@@ -201,6 +202,12 @@ def test_an_unsupported_flag_with_a_harmless_value_is_allowed(run, server: Serve
         == 0
     )
     assert set(server.llm_args) == {"model", "log_stats", "stage_overrides"}
+
+
+def test_what_operators_need_reaches_every_engine(run, server: Server, tiny_qwen3: Path) -> None:
+    profiler = {"profiler": "torch", "torch_profiler_dir": "/tmp/traces"}
+    assert run("serve", tiny_qwen3, "--profiler-config", json.dumps(profiler), "--enable-sleep-mode").code == 0
+    assert server.llm_args["profiler_config"] == profiler and server.llm_args["enable_sleep_mode"]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "default_modalities": (["text"], ["text"]),
     "enable_auto_tool_choice": ([], True),
     "enable_per_request_metrics": ([], True),
+    "enable_scale_out": ([], True),
     "host": (["127.0.0.1"], "127.0.0.1"),
     "middleware": (["some.Middleware"], ["some.Middleware"]),
     "model_aliases": ([], False),

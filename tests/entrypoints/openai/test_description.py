@@ -26,8 +26,8 @@ def test_an_omni_model(omni_app: FastAPI) -> None:
     assert (answer["model"], answer["inputs"]) == (MODEL, ["text", "image", "audio", "video"])
     assert (answer["outputs"], answer["voices"]) == (["text", "audio"], ["ethan", "aiden", "chelsie"])
     assert answer["endpoints"] == [
-        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/audio/speech", "/v1/audio/transcriptions",
-        "/v1/audio/translations", "/v1/realtime",
+        "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/audio/speech", "/v1/audio/speech/stream",
+        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime",
     ]  # fmt: skip
     stages = [(stage["name"], stage["kind"], stage["output"]) for stage in answer["stages"]]
     assert stages == [("thinker", "AR", "text"), ("talker", "AR", None), ("code2wav", "generation", "audio")]

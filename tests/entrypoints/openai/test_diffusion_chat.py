@@ -121,6 +121,17 @@ def test_an_image_may_have_a_detail(app: FastAPI) -> None:
         assert chat(app, parts).status_code == 200
 
 
+def test_a_part_with_a_name_is_that_medium_of_the_pipeline(app: FastAPI) -> None:
+    mask = {"type": "image_url", "image_url": {"url": URI}, "name": "mask_image"}
+    parts = [{"type": "text", "text": "at night"}, {"type": "image_url", "image_url": {"url": URI}}]
+    whole, masked = (chat(app, [*parts, *more], strength=1.0).json() for more in ([], [mask]))
+    images = [pixels(answer["choices"][0]["message"]["images"][0]) for answer in (whole, masked)]
+    assert np.abs(images[0] - images[1]).max() > 1
+    video = {"type": "video_url", "video_url": {"url": URI}}
+    refused = chat(app, [*parts, video])
+    assert refused.status_code == 400 and "ZImagePipeline takes no 'video'" in refused.text, refused.text
+
+
 def test_sampling_params_list_names_the_same_settings(app: FastAPI) -> None:
     one = chat(app, extra_body=None, sampling_params_list=[SMALL]).json()["choices"][0]["message"]["images"]
     other = chat(app).json()["choices"][0]["message"]["images"]
@@ -164,7 +175,8 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"modalities": ["image", "audio"]}, "modalities", "cannot output 'audio'"),
         ({"tools": [TOOL]}, "tools", "models that write"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's"),
-        ({"content": [{"type": "video_url", "video_url": {"url": URI}}]}, "messages", "not 'video_url'"),
+        ({"content": [{"type": "video_url", "video_url": {"url": URI}}]}, "messages", "takes no 'video' (it takes"),
+        ({"content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}, "messages", "not 'input_audio'"),
         ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}, None, "image"),
         ({"content": " "}, None, "prompt is empty"),
         ({"content": [{"type": "text"}]}, None, "text"),

@@ -82,7 +82,7 @@ def test_voices_are_listed(server: FakeServer) -> None:
 
 def test_functions_hold_no_chat(server: FakeServer) -> None:
     described = send(server.app, "GET", "/v1/pipeline").json()
-    assert described["endpoints"] == ["/v1/audio/speech"]
+    assert described["endpoints"] == ["/v1/audio/speech", "/v1/audio/speech/stream"]
     for stream in (False, True):
         chat = {"messages": [{"role": "user", "content": "Hello"}], "stream": stream}
         refused = send(server.app, "POST", "/v1/chat/completions", json=chat)

@@ -34,6 +34,15 @@ def pixels(b64_json: str | None) -> np.ndarray:
     return np.asarray(opened(b64_json).convert("RGB")).astype(float)
 
 
+def masked(side: int = 32) -> bytes:
+    """A mask of OpenAI's: the left half is transparent."""
+    image = Image.new("RGBA", (side, side), (0, 0, 0, 255))
+    image.paste((0, 0, 0, 0), (0, 0, side // 2, side))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 def generate(app: FastAPI, **fields: Any) -> Any:
     fields = {"prompt": "a hen", "size": "32x32", "extra_body": SMALL, **fields}
     return use(app, lambda client: client.images.generate(**fields))
@@ -156,16 +165,68 @@ def test_images_to_edit_come_in_json_too(app: FastAPI) -> None:
 def test_null_and_unfilled_fields_are_absent(app: FastAPI) -> None:
     uri = "data:image/png;base64," + base64.b64encode(png()).decode()
     names = [name for name in ImageEditRequest.model_fields if name not in ("image", "prompt", "size", *SMALL)]
+    assert "mask" in names and "inputs" in names
     given = {"prompt": "at night", "size": "32x32", **SMALL}
-    body = {**dict.fromkeys([*names, "mask", "images"]), "image": uri, **given}
+    body = {**dict.fromkeys([*names, "images"]), "image": uri, **given}
     whole = send(app, "POST", "/v1/images/edits", json=body)
     files = [("image", ("a.png", png())), ("mask", ("", b"")), ("image", ("", b""))]
-    form = send(app, "POST", "/v1/images/edits", data={**dict.fromkeys(names, ""), "mask": "", **given}, files=files)
+    form = send(app, "POST", "/v1/images/edits", data={**dict.fromkeys(names, ""), **given}, files=files)
 
     assert (whole.status_code, form.status_code) == (200, 200), whole.text[:200] + form.text[:200]
     np.testing.assert_array_equal(*(pixels(answer.json()["data"][0]["b64_json"]) for answer in (whole, form)))
-    mask = {"image": ("a.png", png()), "mask": ("m.png", png())}
-    assert "take no mask" in send(app, "POST", "/v1/images/edits", data=given, files=mask).text
+
+
+def test_transparent_pixels_of_a_mask_are_edited(app: FastAPI) -> None:
+    """With OpenAI's client as it is; diffusers' own mask, white there, gives the same."""
+    photo, white = png(64, 64), Image.new("L", (64, 64))
+    white.paste(255, (0, 0, 32, 64))
+    file = io.BytesIO()
+    white.save(file, "PNG")
+    common: dict[str, Any] = {"image": photo, "prompt": "at night", "size": "64x64"}
+    extra = {**SMALL, "strength": 1.0}
+
+    async def main(client: openai.AsyncOpenAI) -> list[str | None]:
+        edited = await client.images.edit(**common, mask=masked(64), extra_body=extra)
+        whole = await client.images.edit(**common, extra_body=extra)
+        named = await client.images.edit(**common, extra_body={**extra, "inputs": {"mask_image": uris[1]}})
+        return [answer.data[0].b64_json for answer in (edited, whole, named)]  # type: ignore[index]
+
+    uris = ["data:image/png;base64," + base64.b64encode(each).decode() for each in (photo, file.getvalue())]
+    edited, whole, named = use(app, main)
+    assert named == edited
+    given = {"prompt": "at night", "size": "64x64", "image": uris[0], **extra}
+    alike = send(app, "POST", "/v1/images/edits", json={**given, "mask_image": uris[1]}).json()
+    nested = send(app, "POST", "/v1/images/edits", json={**given, "inputs": {"mask_image": uris[1]}}).json()
+    form = send(
+        app, "POST", "/v1/images/edits", data={"prompt": "at night", "size": "64x64", **extra},
+        files={"image": ("a.png", photo), "mask_image": ("m.png", file.getvalue())},
+    ).json()  # fmt: skip
+    for answer in (alike, nested, form):
+        np.testing.assert_array_equal(pixels(answer["data"][0]["b64_json"]), pixels(edited))
+    change = np.abs(pixels(edited) - pixels(whole)).mean(axis=(0, 2))
+    assert change[48:].mean() > change[:16].mean() + 1, "the right half is the photo's"
+    assert app.state.omni_handlers["image"].media._connector._budget.taken_bytes == 0
+
+
+def test_further_arguments_of_the_pipeline_have_limits(app: FastAPI) -> None:
+    short = {"prompt": "a hen", "size": "32x32", **SMALL}
+    whole = send(app, "POST", "/v1/images/generations", json=short).json()
+    same = send(app, "POST", "/v1/images/generations", json={**short, "extra_args": {"cfg_normalization": False}})
+    assert same.json()["data"] == whole["data"], same.text
+    form = {"prompt": "at night", "size": "32x32", **SMALL, "extra_args[max_sequence_length]": "64"}
+    edit = send(app, "POST", "/v1/images/edits", data=form, files={"image": ("a.png", png())})
+    assert edit.status_code == 200, edit.text
+    for given, words in (
+        ({"max_sequence_length": 1 << 20}, "above 10000"),
+        ({"max_sequence_length": 2000}, "at most 1024"),
+        ({"max_sequence": 20}, "did you mean 'max_sequence_length'"),
+        ({"joint_attention_kwargs": {"scale": 1}}, "is an object"),
+        ({"sigmas": [0.5] * 300}, "at most 200 (max_steps)"),
+        ({"output_type": "pil"}, "is set by the stage"),
+        ({"num_inference_steps": 3}, "is a field of its own"),
+    ):
+        answer = send(app, "POST", "/v1/images/generations", json={**short, "extra_args": given})
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
 def test_the_names_of_a_list_of_files(app: FastAPI) -> None:
@@ -263,9 +324,16 @@ def test_openais_names_of_models_mean_the_served_one(app: FastAPI, name: str) ->
         ({"image": b"no image"}, "image"),
         ({"image": png()[:-40]}, "image"),
         ({"image": png(200, 200)}, "max_pixels"),
-        ({"image": png(), "mask": png()}, "take no mask"),
+        ({"image": png(), "mask": png()}, "no transparent pixels, which are where the image is edited"),
+        ({"image": png(), "mask": masked(48)}, "mask is 48x48 and image is 32x32"),
+        ({"image": png(), "mask": masked(), "mask_image": png()}, "mask and mask_image set the same"),
+        ({"mask": masked()}, "image is missing"),
+        ({"mask_image": png()}, "needs an input image"),
+        ({"image": png(), "mask_image": png()[:-40]}, "image"),
+        ({"image": png(), "markup": png()}, "no markup"),
         ({"prompt": png(), "image": png()}, "valid string"),
-        ({"picture": png()}, "image is missing"),
+        ({"picture": png()}, "picture is not a field"),
+        ({"image": png(), "control_image": png()}, "control_image is not a field"),
     ],
 )
 def test_broken_uploads_are_refused(app: FastAPI, files: dict[str, bytes], words: str) -> None:

@@ -2,6 +2,7 @@
 """Images and videos in messages, and the settings of a diffusion model in a request."""
 
 import base64
+import functools
 import io
 import math
 from typing import Any
@@ -31,6 +32,9 @@ def opened(url: str, media_type: str) -> io.BytesIO:
     prefix = f"data:{media_type};base64,"
     assert url.startswith(prefix)
     return io.BytesIO(base64.b64decode(url.removeprefix(prefix)))
+
+
+NESTED: Any = functools.reduce(lambda inner, _: [inner], range(5000), 1.0)
 
 
 @pytest.mark.parametrize("output_format", ["pil", "np", "png", "jpeg", "webp"])
@@ -85,7 +89,15 @@ def test_settings_are_read_from_both_places() -> None:
     ("extra", "parameter", "words"),
     [
         ({"extra_body": {"heigth": 64}}, "extra_body.heigth", "did you mean 'height'"),
-        ({"extra_body": {"extra_args": {"max_sequence_length": 1 << 30}}}, "extra_body.extra_args", "operator"),
+        ({"extra_body": {"extra_args": {"max_sequence_length": 1 << 30}}}, "extra_args", "above 10000"),
+        ({"extra_args": {"joint_attention_kwargs": {"scale": 1}}}, "extra_args", "is an object"),
+        ({"extra_args": {"sigmas": [[0.1] * 600] * 2}}, "extra_args", "more than 1000 values"),
+        (
+            {"extra_args": {"sigmas": functools.reduce(lambda inner, _: [inner], range(5000), 1.0)}},
+            "extra_args",
+            "lists in",
+        ),
+        ({"extra_args": {"lyrics": "la " * 20_000}}, "extra_args", "more than 32000 characters"),
         ({"extra_body": {"preview_every": 1}}, "extra_body.preview_every", "operator"),
         ({"extra_body": [1]}, "extra_body", "must be an object"),
         ({"height": 64, "extra_body": {"height": 32}}, "height", "two values"),

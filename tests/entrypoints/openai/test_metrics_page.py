@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.orchestrator.test_failure import wait_until
+from vllm_omni.metrics.stats import StageState
 
 GROUP = "server"
 DASHBOARD = Path(__file__).parents[3] / "examples" / "grafana.json"
@@ -49,7 +50,7 @@ def test_the_metrics_of_every_engine(omni_server):
 def test_the_states_and_the_memory_of_the_stages(omni_server):
     samples = read(omni_server.url)
     states = {(labels["stage"], labels["state"]) for found, labels, _ in samples if found == "vllm_omni:stage_state"}
-    assert {stage for stage, _ in states} == STAGES and len(states) == 5 * len(STAGES)
+    assert {stage for stage, _ in states} == STAGES and len(states) == len(StageState) * len(STAGES)
     ready = [labels for found, labels, value in samples if found == "vllm_omni:stage_state" and value == 1]
     assert [labels["state"] for labels in ready] == ["ready"] * len(STAGES)
     memory = total(omni_server.url, "vllm_omni:stage_resident_memory_bytes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks of a running server, by vLLM's paths: pauses, caches, adapters, aborts, calls of workers."""
+"""What an operator asks of a running server, by vLLM's paths: pauses, caches, adapters, weights, aborts, workers."""
 
 import asyncio
 import os
@@ -12,6 +12,7 @@ import httpx2
 import openai
 import pytest
 from fastapi import FastAPI
+from safetensors.torch import load_file, save_file
 from vllm import envs
 
 from tests.entrypoints.adapters import write_adapter
@@ -20,6 +21,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 GROUP = "llm"
 NUM_TOKENS = 8
@@ -151,6 +153,49 @@ def test_an_adapter_is_loaded_and_unloaded(app: FastAPI, tiny_qwen2_5_omni: Path
     assert "already been loaded" in error_of(send(app, "POST", "/v1/load_lora_adapter", json=body), 400)
     assert send(app, "POST", "/v1/unload_lora_adapter", json={"lora_name": "hens"}).status_code == 200
     assert "hens" in error_of(send(app, "POST", "/v1/chat/completions", json=ask(model="hens")), 404)
+
+
+def test_weights_of_a_stage_change(app: FastAPI, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    """Those of all stages, and of one: the others stay as they are. A wrong folder changes nothing."""
+    expected = chat(app)
+    other = write_tiny_checkpoint("qwen2_5_omni", tmp_path / "other", seed=1)
+    tensors = load_file(other / "model.safetensors")
+    thinker = {name: tensor for name, tensor in tensors.items() if name.startswith("thinker.")}
+    (tmp_path / "thinker").mkdir()
+    save_file(thinker, tmp_path / "thinker" / "model.safetensors")
+    assert send(app, "GET", "/weight_info").json()["weight_version"] == "default"
+    assert send(app, "GET", "/get_world_size").json() == {"world_size": 3}
+    assert send(app, "GET", "/get_world_size", params={"stage": "talker"}).json() == {"world_size": 1}
+
+    def update(folder: Path, version: str, **params: str) -> None:
+        assert post(app, "/init_weight_transfer_engine", json={"init_info": {}})["message"]
+        assert post(app, "/start_weight_update") == {"message": "Weight update started"}
+        body = {"update_info": {"weights_path": str(folder)}}
+        assert post(app, "/update_weights", json=body, params=params) == {"message": "Weights updated"}
+        finished = post(app, "/finish_weight_update", json={"weight_version": version})
+        assert finished == {"message": "Weight update finished"}
+
+    update(tmp_path / "thinker", "step-1", stage="thinker")
+    changed = chat(app)
+    assert changed != expected
+    versions = {"thinker": "step-1", "talker": "default", "token2wav": "default"}
+    assert send(app, "GET", "/weight_info").json() == {"weight_version": None, "stages": versions}
+    health = send(app, "GET", "/health").json()["stages"]
+    assert [stage.get("weight_version") for stage in health] == ["step-1", None, None]
+
+    post(app, "/start_weight_update")
+    body = {"update_info": {"weights_path": str(tmp_path)}}
+    message = error_of(send(app, "POST", "/update_weights", json=body), 400)
+    assert "stage 0 (thinker)" in message and "the checkpoint has no weights in a folder" in message
+    assert "stage: there is no 'ear'" in error_of(send(app, "GET", "/weight_info", params={"stage": "ear"}), 400)
+    assert error_of(send(app, "POST", "/finish_weight_update", json={}), 400)
+    assert chat(app) == changed
+
+    update(tiny_qwen2_5_omni, "default")
+    assert chat(app) == expected
+    assert post(app, "/update_weight_version", json={"new_version": "x"}) == {"success": True, "new_version": "x"}
+    assert send(app, "GET", "/weight_info").json()["weight_version"] == "x"
+    post(app, "/update_weight_version", json={"new_version": "default"})
 
 
 def test_requests_are_aborted_by_id(app: FastAPI) -> None:

@@ -119,7 +119,7 @@ def test_strange_headers_are_harmless(omni_server: RunningServer) -> None:
     "path",
     [
         "/v1/load_lora_adapter", "/reset_prefix_cache", "/sleep", "/collective_rpc", "/server_info", "/start_profile",
-        "/scale_elastic_ep", "/invocations", "/pause", "/inference/v1/generate", "/abort_requests",
+        "/scale_elastic_ep", "/update_weights", "/pause", "/abort_requests",
     ],
 )  # fmt: skip
 def test_operators_endpoints_are_not_served(omni_server: RunningServer, path: str) -> None:

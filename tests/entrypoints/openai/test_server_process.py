@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The address of a server: Unix sockets that are used again, ports that the system chooses, and what the log has."""
 
+import asyncio
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.entrypoints.openai.media_apps import server_args
+from vllm_omni.entrypoints.openai import server_process
 from vllm_omni.entrypoints.openai.server_process import is_logged, listening, pages
 
 
@@ -99,6 +103,24 @@ def test_what_the_access_log_leaves_out() -> None:
     assert [path for path in polls + logged if is_logged("GET", path)] == [*logged]
     assert is_logged("DELETE", "/v1/videos/1")
     assert not any(is_logged(method, "/playground/gradio_api/queue/join") for method in ("GET", "POST"))
+
+
+def test_an_address_in_the_log_refuses_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the log's line and uvicorn's own `listen` the application starts, for seconds with a playground."""
+
+    async def build_omni_app(client: Any, args: Any) -> None:
+        pass
+
+    async def serve_http(app: Any, sock: socket.socket, **options: Any) -> Any:
+        socket.create_connection(sock.getsockname(), timeout=60).close()
+        return asyncio.sleep(0)
+
+    monkeypatch.setattr(server_process, "build_omni_app", build_omni_app)
+    monkeypatch.setattr(server_process, "serve_http", serve_http)
+    client: Any = SimpleNamespace(config=SimpleNamespace(output_types=["text"]))
+    args = server_args("model", "--host=127.0.0.1", "--port=0")
+    with listening(args) as (address, listener):
+        asyncio.run(server_process._serve(client, address, listener, args))
 
 
 def test_only_what_is_served_has_an_address() -> None:

@@ -273,8 +273,11 @@ def test_too_many_videos_are_refused_and_leak_nothing(app: FastAPI) -> None:
         ({"num_frames": 6}, "the nearest are 5 and 9"),
         ({"extra_body": {"num_outputs_per_prompt": 2}}, "one video"),
         ({"frames": 5}, "is not a field of this request"),
-        ({"input_reference": URI}, "no input images"),
-        ({"input_reference": "data:image/png;base64,AAAA"}, "image"),
+        ({"input_reference": URI}, "video"),
+        ({"video": "data:video/mp4;base64,AAAA"}, "video"),
+        ({"inputs": {"last_image": URI}}, "WanPipeline takes no 'last_image' (it takes video)"),
+        ({"inputs": {"video": URI}, "video": URI}, "inputs and video set the same"),
+        ({"input_reference": "data:image/png;base64,AAAA"}, "video"),
     ],
 )
 def test_wrong_fields_are_named(app: FastAPI, fields: dict[str, Any], words: str) -> None:
@@ -311,6 +314,39 @@ def test_unknown_videos_and_variants(app: FastAPI) -> None:
     assert send(app, "DELETE", "/v1/videos/none").status_code == 404
     assert send(app, "GET", "/v1/videos/none/content?variant=thumbnail").status_code == 400
     assert send(app, "GET", "/v1/videos?after=none").status_code == 400
+
+
+def test_a_video_is_made_of_another_one(app: FastAPI) -> None:
+    """As a file and as JSON by the pipeline's name, and as OpenAI's field for references."""
+
+    async def main(client: openai.AsyncOpenAI) -> None:
+        fields: dict[str, Any] = {"prompt": "a boat", "size": "32x32"}
+        extra = {**SMALL, "num_inference_steps": 3}
+        video = await client.videos.create(**fields, extra_body={**extra, "num_frames": 5})
+        file = await downloaded(client, video.id)
+        changed = {**extra, "strength": 0.7, "seed": 3}
+        uri = "data:video/mp4;base64," + base64.b64encode(file).decode()
+        upload = ("a.mp4", file, "video/mp4")
+        own = await client.videos.create(**fields, input_reference=upload, extra_body=changed)
+        ids, files = [own.id], [await downloaded(client, own.id)]
+        for request in (
+            {"data": {**fields, **changed}, "files": {"video": upload}},
+            {"json": {**fields, **changed, "video": {"video_url": uri}}},
+            {"json": {**fields, **changed, "video": uri, "seed": 4}},
+        ):
+            answer = await client._client.post("/v1/videos", **request)
+            assert answer.status_code == 200, answer.text
+            ids.append(answer.json()["id"])
+            files.append(await downloaded(client, ids[-1]))
+        assert [frames_of(each)[:2] for each in files] == [(5, (32, 32))] * 4
+        assert max(difference(files[0], each) for each in files[1:3]) < difference(files[0], files[3]) / 4
+        with pytest.raises(openai.BadRequestError, match="made of video, which the server has not kept"):
+            await client.videos.remix(ids[0], prompt="a ship")
+        for video_id in (video.id, *ids):
+            await client.videos.delete(video_id)
+        assert app.state.omni_handlers["video"].media._connector._budget.taken_bytes == 0
+
+    use(app, main)
 
 
 def test_a_video_starts_from_an_image(tiny_diffusion: Callable[[str], Path]) -> None:

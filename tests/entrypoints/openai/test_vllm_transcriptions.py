@@ -23,7 +23,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.engine.transcription import without_times
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.vllm_transcriptions import as_srt, as_vtt
+from vllm_omni.entrypoints.openai.subtitles import as_srt, as_vtt
 from vllm_omni.testing.media import SAMPLE_RATE
 from vllm_omni.testing.tiny.whisper import CLIP_S
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint

@@ -3,7 +3,7 @@
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +70,12 @@ SERVER = Server("http://localhost:1/v1/", "secret")
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/", "http://localhost:8000/v1"])
 def test_an_address_needs_no_scheme(url: str) -> None:
     assert Server(url).url == "http://localhost:8000"
+
+
+def test_a_server_may_describe_more_than_the_page_knows() -> None:
+    answer = asdict(OMNI)
+    answer["stages"] = [{**stage, "later": 1} for stage in answer["stages"]]
+    assert Description.read({**answer, "later": 1}) == OMNI
 
 
 def components(description: Description) -> list[dict]:

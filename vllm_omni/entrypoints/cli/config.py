@@ -84,6 +84,9 @@ class ConfigValues:
             for name, value in _fields(stage):
                 yield from self._of_key(("stage_args", stage.stage_id, name), value)
                 if name == "runtime":
+                    if (python := stage.kind.describe_python()) is not None:
+                        path = ("stage_args", stage.stage_id, name, "runs in")
+                        yield ConfigValue(path, python, "computed", is_computed=True)
                     yield from self._placements(stage)
                 if name == "engine_args":
                     yield from self._computed(self._resolved.config.stages[stage.stage_id], stage)

@@ -248,6 +248,10 @@ def check_model(
         return None, [Finding("FAIL", "configuration", str(error))]
     names = ", ".join(f"{stage.name} ({stage.kind.name})" for stage in read.with_arguments.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
+    if devices is None:
+        for stage in resolved.config.stage_args:
+            if (python := stage.kind.describe_python()) is not None:
+                findings.append(Finding("OK", "python", f"{stage.label}: {python}"))
     planner = MemoryPlanner(read.with_checkpoints, args.model)
     if devices is not None:
         machine = Machine(f"{len(devices)} x {devices[0] / _GIB:.1f} GiB", devices)

@@ -25,6 +25,7 @@ USAGE = """\
 usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same as: vllm serve MODEL --omni
        vllm-omni config show MODEL [options]   print its stage configuration, and the source of each value
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
+       vllm-omni run-batch [options]           answer a file of requests; the same as: vllm run-batch --omni
        vllm-omni demo [FOLDER] [options]       a sentence answered in speech, and pictures seen and painted
        vllm-omni playground URL [options]      a page to try the model of a running server in a browser
        vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
@@ -214,6 +215,14 @@ def _bench(arguments: list[str]) -> None:
     run_bench_serve(arguments[1:])
 
 
+def _run_batch(arguments: list[str]) -> None:
+    require_vllm()
+    with _importing_vllm():
+        from vllm_omni.entrypoints.cli.run_batch import run_batch
+
+    run_batch(arguments)
+
+
 def _demo(arguments: list[str]) -> None:
     require_vllm()
     for name, value in _QUIET.items():
@@ -254,6 +263,7 @@ _COMMANDS = {
     "serve": _serve,
     "config": _config,
     "bench": _bench,
+    "run-batch": _run_batch,
     "demo": _demo,
     "playground": _playground,
     "doctor": _doctor,

@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.counter import AtomicCounter
 
 from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.entrypoints.openai import (
     abort_requests,
     chat,
@@ -32,10 +33,13 @@ from vllm_omni.entrypoints.openai import (
     images,
     messages,
     responses,
+    scale_out,
     speech,
+    speech_stream,
     transcriptions,
     videos,
     vllm_transcriptions,
+    weights,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
@@ -46,6 +50,7 @@ from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -58,48 +63,32 @@ OWN_PATHS = frozenset(
     {
         abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-        *STORED_PATHS,
+        chat.INVOCATIONS_PATH, *STORED_PATHS, *weights.PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
 
 _ONE_ENGINE = "one engine; a pipeline has one in each stage"
-_RENDERED_ELSEWHERE = "prompts that another server has rendered"
 WITHHELD_PATHS: dict[str, str] = {
     "/redoc": "a network, for the browser; `/docs` has the same and needs none",
-    "/invocations": "SageMaker's handlers, which call those that are replaced",
-    **dict.fromkeys(
-        ("/generative_scoring", "/v1/systemone", "/v1/decisions"),
-        "log-probabilities of chosen tokens at the end of a prompt, which stages do not send",
-    ),
-    **dict.fromkeys(
-        (
-            "/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render", "/v1/responses/render",
-            "/v1/chat/completions/derender", "/v1/completions/derender", "/inference/v1/generate",
-            "/inference/v1/abort_requests",
-        ),
-        _RENDERED_ELSEWHERE,
-    ),
+    **dict.fromkeys(("/v1/systemone", "/v1/decisions"), "a checkpoint that was made to decide"),
+    "/shutdown_weight_transfer_engine": "a connection to a trainer; weights come from folders",
+    "/start_draft_weight_update": "draft models of their own; those of a stage are part of its checkpoint",
+    "/weight_checker": "checksums of the tensors of one model; `/weight_info` has the versions of all stages",
     **dict.fromkeys(
         (
-            "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
-            "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
-            "/weight_info", "/weight_checker",
+            "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources",
         ),
-        "weights of a stage that change while it runs, and that the next process of the stage has, too",
-    ),
-    **dict.fromkeys(
-        (
-            "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size",
-            "/kv_event_sources",
-        ),
-        _ONE_ENGINE
+        _ONE_ENGINE,
     ),
 }  # fmt: skip
 """vLLM's paths that a pipeline does not have, with what they need. `tests/entrypoints/openai/test_vllm_paths.py`
 compares them with vLLM's application."""
 
-TEXT_ONLY_PATHS = ("/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens")
+TEXT_ONLY_PATHS = (
+    "/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens",
+    "/generative_scoring",
+)  # fmt: skip
 """Their answers have no place for anything else."""
 CHAT_PATHS = ("/v1/chat/completions", "/v1/completions", *TEXT_ONLY_PATHS)
 TEXT_PATHS = (*CHAT_PATHS[1:], "/tokenize", "/detokenize")
@@ -121,18 +110,31 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    others = OWN_PATHS | WITHHELD_PATHS.keys()
+    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({abort_requests.SCALE_OUT_PATH} if args.enable_scale_out else set())
     has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
     if args.enable_offline_docs:
         add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
-    for endpoints in (*texts, speech, custom_voices, transcriptions, images, videos, realtime, description):
+    for endpoints in (
+        *texts,
+        speech,
+        speech_stream,
+        custom_voices,
+        transcriptions,
+        images,
+        videos,
+        realtime,
+        description,
+    ):
         app.include_router(endpoints.router)
     app.include_router(router)
     if has_operations:
         app.include_router(abort_requests.router)
+        app.include_router(weights.router)
+    if args.enable_scale_out:
+        app.include_router(abort_requests.scale_out_router)
     refused = _refused_paths(client)
     removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]
@@ -163,9 +165,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     elif transcriptions.can_transcribe(client):
         source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
     app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
+    app.state.omni_sessions = Sessions(args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
-        app.state.omni_realtime = realtime.ServingRealtime(app.state.openai_serving_chat, app.state, args)
+        app.state.omni_realtime = realtime.ServingRealtime(
+            app.state.openai_serving_chat, app.state, args, app.state.omni_sessions
+        )
     app.state.omni_description = description.describe(app, client)
     if args.playground:
         _add_playground(app, args)
@@ -200,6 +205,7 @@ async def _init_text_state(
     state.openai_serving_responses.set_up(state.openai_serving_chat)
     state.anthropic_serving_messages = messages.OmniServingMessages.from_vllm(state.anthropic_serving_messages)
     state.anthropic_serving_messages.set_up(state.openai_serving_chat)
+    scale_out.set_up(state)
 
 
 def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:
@@ -234,10 +240,11 @@ def _refused_paths(client: OmniEngineClient) -> dict[str, str]:
     """The paths for text that the model has no use for, each with the reason."""
     if not client.has_renderer:
         outputs = ", ".join(client.config.output_types)
-        return dict.fromkeys(TEXT_PATHS, f"this model neither reads nor writes tokens; it outputs {outputs}")
+        paths = (*TEXT_PATHS, *scale_out.PATHS)
+        return dict.fromkeys(paths, f"this model neither reads nor writes tokens; it outputs {outputs}")
     if client.only_transcribes:
         message = "this model only transcribes; send the sound to /v1/audio/transcriptions"
-        return dict.fromkeys(CHAT_PATHS, message)
+        return dict.fromkeys((*CHAT_PATHS, chat.INVOCATIONS_PATH, *scale_out.PATHS), message)
     if "text" not in client.config.output_types:
         outputs = ", ".join(client.config.output_types)
         return dict.fromkeys(TEXT_ONLY_PATHS, f"this model cannot output 'text'; it outputs {outputs}")
@@ -312,7 +319,12 @@ class StageStatus(BaseModel):
         description="The stage, as the stage configuration names it; with `.0`, `.1`, ... where it has replicas.",
         examples=["stage0"],
     )
-    status: str = Field(description="`starting`, `ready`, `unresponsive`, `restarting` or `dead`.", examples=["ready"])
+    status: str = Field(
+        description="`starting`, `ready`, `unresponsive`, `outdated`, `restarting` or `dead`.", examples=["ready"]
+    )
+    weight_version: str | None = Field(
+        None, description="Of its weights, once they have been updated.", examples=["step-12"]
+    )
     step_timeout_s: float | None = Field(
         None, description="Seconds after which a step that hangs ends its process.", examples=[300.0]
     )
@@ -354,6 +366,7 @@ async def health(raw_request: Request) -> JSONResponse:
         StageStatus(
             name=replica.name,
             status=replica.state,
+            weight_version=None if replica.weight_version == DEFAULT_WEIGHT_VERSION else replica.weight_version,
             step_timeout_s=client.config.stages[replica.stage_id].runtime.step_timeout_s or None,
             # Other deaths may quote a request, and this path is open.
             last_timeout=replica.last_death if replica.last_death.endswith(f"({TIMEOUT_OPTION})") else None,

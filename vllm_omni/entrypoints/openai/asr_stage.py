@@ -28,6 +28,23 @@ MAX_TRANSCRIPTS = 1024
 """That are kept: a conversation has its earlier sounds in every request."""
 
 
+TIMESTAMPS = "timestamps"
+"""The parameter of a stage that tells when each word is spoken, if it is asked."""
+_WORD_TIMES = "word_times"
+"""The output of such a stage: start and end, in seconds, of each word of its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedDelta(ChatDelta):
+    """
+    Attributes:
+        word_times: The start and the end, in seconds, of each word of the text, which blanks separate; empty: not
+            asked for.
+    """
+
+    word_times: Sequence[Sequence[float]] = ()
+
+
 @dataclass
 class _Transcript:
     task: asyncio.Task[str]
@@ -73,7 +90,7 @@ class ASRStage:
 
     async def transcribe(
         self, sound: tuple[np.ndarray, float], settings: Mapping[str, Any], request_id: str, **options: Any
-    ) -> AsyncGenerator[ChatDelta, None]:
+    ) -> AsyncGenerator[TimedDelta, None]:
         """The transcript, in deltas of its text.
 
         Args:
@@ -90,7 +107,8 @@ class ASRStage:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, ARSegmentEvent) and event.stage_id in self._final_stages and event.text:
-                    yield ChatDelta(text=event.text)
+                    times = event.multimodal_output.get(_WORD_TIMES)
+                    yield TimedDelta(text=event.text, word_times=[] if times is None else times.tolist())
 
     async def transcript(self, url: str, parameter: str, settings: Mapping[str, Any]) -> str:
         """The transcript of a sound of a conversation, empty if it has no words; with the settings and errors of

@@ -10,10 +10,10 @@ import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from fastapi import APIRouter, Request
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Discriminator, Field, ModelWrapValidatorHandler, Tag, model_validator
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion as vllm_create_chat_completion
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
@@ -279,9 +279,11 @@ class _Renderer:
         """The renderer's settings, which vLLM's handlers read."""
         return getattr(self._renderer, name)
 
-    async def render_chat(self, request: ChatCompletionRequest) -> Any:
+    async def render_chat(self, request: ChatCompletionRequest, **options: Any) -> Any:
         with self._renderer_for(request, "messages") as renderer:
-            return await renderer.render_chat(request)
+            if (fit := RequestContext.current().fit_prompt) is not None:
+                return await fit(request, renderer.render_chat)
+            return await renderer.render_chat(request, **options)
 
     async def render_responses(self, request: ResponsesRequest, **history: Any) -> Any:
         with self._renderer_for(request, "input") as renderer:
@@ -399,6 +401,8 @@ def _voice(request: OmniChatCompletionRequest, client: OmniEngineClient, modalit
     return {} if voice is None else {"additional_information": {VOICE_FIELD: voice}}
 
 
+INVOCATIONS_PATH = "/invocations"
+
 router = APIRouter()
 _ROUTE: dict[str, Any] = {
     "responses": {HTTPStatus.OK.value: {"content": {MEDIA_TYPE: {}}}, **describe_errors()},
@@ -415,3 +419,21 @@ async def create_chat_completion(request: OmniChatCompletionRequest, raw_request
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
     """The continuation of one or more texts, whole or as a stream."""
     return defer_headers(await vllm_create_completion(request, raw_request), RequestContext.of(raw_request))
+
+
+def _invoked(body: Any) -> str:
+    return "completion" if isinstance(body, dict) and "prompt" in body and "messages" not in body else "chat"
+
+
+_Invocation = Annotated[
+    Annotated[OmniChatCompletionRequest, Tag("chat")] | Annotated[CompletionRequest, Tag("completion")],
+    Discriminator(_invoked),
+]
+
+
+@router.post(INVOCATIONS_PATH, **_ROUTE)
+async def invoke(request: _Invocation, raw_request: Request) -> Any:
+    """A chat or a completion, by what the body has: `messages` or `prompt`. The path is Amazon SageMaker's."""
+    if isinstance(request, CompletionRequest):
+        return await create_completion(request, raw_request)
+    return await create_chat_completion(request, raw_request)

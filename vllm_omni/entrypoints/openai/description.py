@@ -17,13 +17,15 @@ from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
 
 from vllm_omni.config.stage_config import OmniStageConfig
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.media_inputs import call_parameters
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
 from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.speech_stream import PATH as SPEECH_STREAM_PATH
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.version import __version__
@@ -34,6 +36,7 @@ _TIMES = ("arrival", "started", "first_output", "finished")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<link rel="icon" href="data:,">
 <style>body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 40rem; margin: 2rem auto; padding: 0 1rem }}</style>
 </head>
 <body>
@@ -65,6 +68,9 @@ class PipelineDescription(BaseModel):
 
     model: str = Field(description="The first name that it is served under.")
     inputs: list[str] = Field(description="What it reads: `text`, `image`, `audio`, `video`.")
+    media: list[str] = Field(
+        description="Of diffusers pipelines: the names of their media (`image`, `mask_image`, ...)."
+    )
     outputs: list[str] = Field(description="What it makes: `text`, `audio`, `image`, `video`.")
     endpoints: list[str] = Field(description="The endpoints that make something with it.")
     speech_fields: list[str] = Field(description="Fields of requests for speech beside OpenAI's.")
@@ -109,6 +115,7 @@ def describe(app: FastAPI, client: OmniEngineClient) -> PipelineDescription:
     return PipelineDescription(
         model=app.state.openai_serving_models.base_model_paths[0].name,
         inputs=["text", *_media_inputs(client, infos)],
+        media=list(dict.fromkeys(name for info in infos.values() for name in info.media)),
         outputs=client.config.output_types,
         endpoints=_endpoints(app, client),
         speech_fields=sorted(client.prompt_fields),
@@ -144,6 +151,8 @@ def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     if has_chat and client.has_renderer and "text" in client.config.output_types:
         made += ["/v1/responses", MESSAGES_PATH]
     made += [path for kind, path in _ENDPOINTS.items() if kind in app.state.omni_handlers]
+    if "audio" in app.state.omni_handlers:
+        made.append(SPEECH_STREAM_PATH)
     if app.state.omni_transcriptions is not None:
         made += ["/v1/audio/transcriptions", "/v1/audio/translations"]
     return made + (["/v1/realtime"] if app.state.omni_realtime is not None else [])

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions for a pipeline without a vLLM stage that reads prompts: a diffusion model.
 
-It has no chat template. Its prompt is the text of the last message, its input images are those of that message. Earlier
-turns, system messages and fields of text sampling, which chat clients send to every model, are not used.
+It has no chat template. Its prompt is the text of the last message, its input images are those of that message; a part
+with a `name` is the medium of that name of the model's pipeline. Earlier turns, system messages and fields of text
+sampling, which chat clients send to every model, are not used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -75,7 +77,7 @@ class DiffusionChat(DiffusionEndpoint):
             if getattr(request, name) and not _is_plain_text(getattr(request, name)):
                 raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
         self._check_outputs(request)
-        prompt, urls = read_last_message(request.messages)
+        prompt, urls, others = read_last_message(request.messages)
         settings = self._settings(request)
         answer = _Answer(
             id=new_id(self.kind, raw_request),
@@ -85,8 +87,10 @@ class DiffusionChat(DiffusionEndpoint):
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
         )
         images = await self.media.images(urls, "messages")
+        inputs = await self.read_inputs(others, bool(images), "messages")
+        stream, priority = bool(request.stream), request.priority
         events = self.generate(
-            prompt, settings, images, raw_request, answer.id, stream=bool(request.stream), priority=request.priority
+            prompt, settings, images, raw_request, answer.id, inputs, stream=stream, priority=priority
         )
         if request.stream:
             return answer.stream(await started(events))
@@ -206,8 +210,8 @@ class _Answer:
         ]
 
 
-def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """The prompt of a diffusion model, and the addresses of its input images.
+def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], dict[str, list[str]]]:
+    """The prompt of a diffusion model, the addresses of its input images, and those of its other media by name.
 
     Raises:
         VLLMValidationError: The messages have content that it does not read.
@@ -217,17 +221,24 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
     content = _field(messages[-1], "content")
     texts: list[Any] = []
     urls: list[Any] = []
+    others: dict[str, list[Any]] = {}
     for part in content if isinstance(content, list) else [content]:
         kind = "text" if isinstance(part, str) else _field(part, "type")
         if kind == "text":
             texts.append(part if isinstance(part, str) else _field(part, "text"))
-        elif kind == "image_url":
-            urls += as_urls(_field(part, "image_url"))
+        elif kind in ("image_url", "video_url"):
+            own = "image" if kind == "image_url" else "video"
+            name = _field(part, "name") or own
+            addresses = as_urls(_field(part, kind), kind)
+            if name == "image":
+                urls += addresses
+            else:
+                others[str(name)] = others.get(str(name), []) + addresses
         else:
-            raise _refusal(f"a diffusion model takes parts of type text and image_url, not {kind!r}")
-    if not all(isinstance(value, str) for value in (*texts, *urls)):
-        raise _refusal("a part of type text has a text, and one of type image_url an object with a url")
-    return "\n".join(texts), urls
+            raise _refusal(f"a diffusion model takes parts of type text, image_url and video_url, not {kind!r}")
+    if not all(isinstance(value, str) for value in (*texts, *urls, *itertools.chain(*others.values()))):
+        raise _refusal("a part of type text has a text, and one of type image_url or video_url an object with a url")
+    return "\n".join(texts), urls, others
 
 
 def _is_plain_text(value: Any) -> bool:

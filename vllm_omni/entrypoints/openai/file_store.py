@@ -88,20 +88,18 @@ class FileStore:
             for file in files:
                 file.path.unlink(missing_ok=True)
             raise
-        loop = asyncio.get_running_loop()
-        for file in files:
-            self._files[file.name] = file
-            self._expiries[file.name] = loop.call_later(self._keep_s, self._remove, file)
-        self._make_room(owner)
-        if files[0].name not in self._files:
+        if not self._make_room(files, owner):
             for file in files:
-                if file.name in self._files:
-                    self._remove(file)
+                file.path.unlink(missing_ok=True)
             raise OmniHTTPError(
                 f"the server keeps {self._max_total_bytes} bytes of images ({flag('max_total_stored_image_bytes')}), "
                 "which those of other clients take; try again later, or request response_format b64_json",
                 HTTPStatus.INSUFFICIENT_STORAGE,
             )
+        loop = asyncio.get_running_loop()
+        for file in files:
+            self._files[file.name] = file
+            self._expiries[file.name] = loop.call_later(self._keep_s, self._remove, file)
         return [file.name for file in files]
 
     def path(self, name: str) -> Path:
@@ -131,15 +129,21 @@ class FileStore:
                 HTTPStatus.INSUFFICIENT_STORAGE,
             )
 
-    def _make_room(self, owner: bytes) -> None:
+    def _make_room(self, files: Sequence[StoredFile], owner: bytes) -> bool:
+        """Removes an owner's oldest files for new ones, if needed; false: all of them would not be enough."""
         own = [file for file in self._files.values() if file.owner == owner]
-        num_files, num_bytes = len(own), sum(file.num_bytes for file in own)
-        num_bytes_of_others = sum(file.num_bytes for file in self._files.values()) - num_bytes
-        max_bytes = min(self._max_bytes, self._max_total_bytes - num_bytes_of_others)
+        num_own = sum(file.num_bytes for file in own)
+        num_of_others = sum(file.num_bytes for file in self._files.values()) - num_own
+        num_new = sum(file.num_bytes for file in files)
+        max_bytes = min(self._max_bytes, self._max_total_bytes - num_of_others)
+        if num_new > max_bytes:
+            return False
+        num_files, num_bytes = len(own) + len(files), num_own + num_new
         for file in own:
             if num_files > self._max_files or num_bytes > max_bytes:
                 num_files, num_bytes = num_files - 1, num_bytes - file.num_bytes
                 self._remove(file)
+        return True
 
     def _remove(self, file: StoredFile) -> None:
         del self._files[file.name]

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import FileResponse
 from openai.types import Image as ImageFile
 from openai.types import ImageEditStreamEvent, ImageGenStreamEvent, ImagesResponse
 from openai.types.images_response import Usage
-from PIL import Image
+from PIL import Image, ImageChops
 from pydantic import AliasChoices, Field, TypeAdapter, model_validator
 from starlette.datastructures import State
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
@@ -28,12 +28,18 @@ from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed, get_handler
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
-from vllm_omni.entrypoints.openai.media_request import MAX_IMAGES, NO_EFFECT, ImageUrls, MediaRequest
+from vllm_omni.entrypoints.openai.media_request import (
+    MAX_IMAGES,
+    NO_EFFECT,
+    ImageUrls,
+    InputsRequest,
+    MediaRequest,
+)
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Line, comment_line, sse_line
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
-from vllm_omni.media import encode_image
+from vllm_omni.media import as_shown, encode_image
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.vllm_protocol import ErrorResponse
 
@@ -43,6 +49,8 @@ _IMAGE_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 _URL_MODELS = ("dall-e-2", "dall-e-3")
 """OpenAI answers requests for these names with URLs, and clients that send them may read nothing else."""
+_MASKS = ("mask_image", "mask")
+"""What pipelines call a mask."""
 _EVENT: TypeAdapter[ImageGenStreamEvent | ImageEditStreamEvent] = TypeAdapter(
     ImageGenStreamEvent | ImageEditStreamEvent
 )
@@ -96,29 +104,41 @@ class ImageRequest(MediaRequest):
         return super().settings()
 
 
-class ImageEditRequest(ImageRequest):
+class ImageEditRequest(InputsRequest, ImageRequest):
     """A request for images that are made of others."""
 
-    file_field, max_files = "image", MAX_IMAGES
+    file_field, max_files, other_files, output_type = "image", MAX_IMAGES, ("mask",), "image"
 
-    image: ImageUrls = Field(
+    image: ImageUrls | None = Field(
+        None,
         min_length=1,
         max_length=MAX_IMAGES,
         validation_alias=AliasChoices("image", "images"),
-        description="The input image, or images: files in a form; in JSON data URIs or addresses.",
+        description="The input image, or images: files in a form; in JSON data URIs or addresses. Required, unless the "
+        "model's pipeline takes others only (inputs).",
+    )
+    mask: ImageUrls | None = Field(
+        None,
+        min_length=1,
+        max_length=1,
+        description="An image of the same size, whose fully transparent pixels are where the first image is edited. A "
+        "black and white mask is mask_image (inputs).",
     )
     input_fidelity: str | None = Field(None, description=f"{NO_EFFECT} See strength.")
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_masks(cls, fields: Any) -> Any:
-        """OpenAI's fields that would change the result, and that no model here supports."""
-        for name in ("mask", "markup"):
-            if isinstance(fields, Mapping) and fields.get(name) is not None:
-                raise VLLMValidationError(
-                    f"this server's models change whole images and take no {name}; leave it out", parameter=name
-                )
+    def _refuse_markup(cls, fields: Any) -> Any:
+        """A field of OpenAI's that would change the result, and that no model here supports."""
+        if isinstance(fields, Mapping) and fields.get("markup") is not None:
+            raise VLLMValidationError("this server's models take no markup; leave it out", parameter="markup")
         return fields
+
+    @model_validator(mode="after")
+    def _check_image(self) -> Self:
+        if not self.image and (self.mask or not self.inputs):
+            raise VLLMValidationError("image is missing", parameter="image")
+        return self
 
 
 class ServingImages(DiffusionEndpoint):
@@ -136,13 +156,22 @@ class ServingImages(DiffusionEndpoint):
 
     async def answer(self, request: ImageRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
-        urls = request.image if isinstance(request, ImageEditRequest) else []
-        self._check_input(bool(urls))
+        edit = request if isinstance(request, ImageEditRequest) else None
+        urls = (edit and edit.image) or []
+        self._check_input(bool(urls), bool(edit and edit.inputs))
         self.check_model(request.model)
+        self.check_prompt(request.prompt)
         settings, file_format = self._settings(request)
         images = await self.media.images(urls, "image")
+        inputs = {} if edit is None else await self._read_media(edit, images)
         events = self.generate(
-            request.prompt, settings, images, raw_request, stream=bool(request.stream), priority=request.priority
+            request.prompt,
+            settings,
+            images,
+            raw_request,
+            inputs=inputs,
+            stream=bool(request.stream),
+            priority=request.priority,
         )
         if not request.stream:
             output = await completed(events)
@@ -150,15 +179,38 @@ class ServingImages(DiffusionEndpoint):
             kept = await self._keep(files, file_format, raw_request) if request.wants_urls else None
             body = await asyncio.to_thread(_render, files, kept, usage_of(output), file_format)
             return Response(body, media_type="application/json")
-        kind = "image_edit" if urls else "image_generation"
+        kind = "image_generation" if edit is None else "image_edit"
         stream = _Stream(kind, file_format, self.expected_size(settings), request.partial_images or 0)
         return self.sse(stream.lines(await started(events)))
 
-    def _check_input(self, has_images: bool) -> None:
+    async def _read_media(self, request: ImageEditRequest, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """The inputs of a request beside its images, its mask among them."""
+        inputs = await self.read_inputs(request.inputs or {}, bool(images))
+        takes = [] if self.info is None else self.info.media
+        name = next((name for name in _MASKS if name in takes), None)
+        if request.mask is None:
+            # As at OpenAI: without a mask the image's own transparency is one, for a model that needs one.
+            if name in self._needed and name not in inputs and images and images[0].has_transparency_data:
+                inputs[str(name)] = _as_mask(images[0], images[0])
+            return inputs
+        if name is None:
+            raise VLLMValidationError(
+                "this server's model changes whole images and takes no mask; leave it out", parameter="mask"
+            )
+        if name in inputs:
+            raise VLLMValidationError(f"mask and {name} set the same; keep one of them", parameter="mask")
+        (mask,) = await self.media.images(request.mask, "mask")
+        return {**inputs, name: _as_mask(mask, images[0])}
+
+    @property
+    def _needed(self) -> list[str]:
+        return [] if self.info is None else self.info.needed_media(self.info.pipeline_class)
+
+    def _check_input(self, has_images: bool, has_others: bool) -> None:
         # If other stages read the prompt, they make the input of the diffusers pipeline.
         if self.info is None or self.stage.engine_input_source:
             return
-        if self.info.needs_images and not has_images:
+        if self._needed and not has_images and not has_others:
             raise VLLMValidationError(
                 "this model makes images of images; send one to /v1/images/edits", parameter="model"
             )
@@ -186,6 +238,28 @@ class ServingImages(DiffusionEndpoint):
             num_steps = self.expected("num_inference_steps", settings) or 1
             settings["preview_every"] = math.ceil(num_steps / (request.partial_images + 1))
         return settings, file_format
+
+
+def _as_mask(mask: Image.Image, image: Image.Image) -> Image.Image:
+    """OpenAI's mask as diffusers': white where the image is edited, which is where the mask is transparent.
+
+    Raises:
+        VLLMValidationError: It has no transparency, or another size than the image.
+    """
+    try:
+        shown = as_shown(mask, keep_alpha=True)
+    except ValueError as error:
+        raise VLLMValidationError(f"mask {error}", parameter="mask") from error
+    if shown.mode != "RGBA":
+        raise VLLMValidationError(
+            "mask has no transparent pixels, which are where the image is edited; send a black and white mask as "
+            "mask_image",
+            parameter="mask",
+        )
+    if mask.size != image.size:
+        sizes = [f"{each.width}x{each.height}" for each in (mask, image)]
+        raise VLLMValidationError(f"mask is {sizes[0]} and image is {sizes[1]}; they have one size", parameter="mask")
+    return ImageChops.invert(shown.getchannel("A"))
 
 
 class _Stream:

@@ -47,12 +47,14 @@ def bound_json_routes(app: FastAPI) -> None:
     for route in app.router.routes:
         field = route.body_field if isinstance(route, APIRoute) else None
         if isinstance(route, APIRoute) and field is not None and not isinstance(field.field_info, params.Form):
-            route.app = request_response(_json_handler(field, route.get_route_handler()))
+            # FastAPI takes single fields out of a dict.
+            make = dict if route._embed_body_fields else _as_it_is
+            route.app = request_response(_json_handler(field, route.get_route_handler(), make))
             field.__class__ = _CheckedField
 
 
 def _json_handler(
-    field: ModelField, handle: Callable[[Request], Awaitable[Response]]
+    field: ModelField, handle: Callable[[Request], Awaitable[Response]], make: Callable[[Any], Any]
 ) -> Callable[[Request], Awaitable[Response]]:
     validator = bounded_validator(field._type_adapter.core_schema)
 
@@ -60,13 +62,17 @@ def _json_handler(
         body = RequestContext.of(request).take_json()
         if body is not None:
             request = _CheckedRequest(request.scope, request.receive, request._send)
-            request.checked = await validated(validator, body)
+            request.checked = make(await validated(validator, body))
         elif await request.body():
             kind = request.headers.get("content-type")
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json, not {kind}")
         return await handle(request)
 
     return handle_json
+
+
+def _as_it_is(checked: Any) -> Any:
+    return checked
 
 
 class _CheckedRequest(Request):

@@ -12,9 +12,8 @@ import weakref
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext, TooMuchMediaError
 from vllm_omni.entrypoints.openai.server_args import flag
 from vllm_omni.errors import PipelineFullError
 
@@ -41,14 +40,14 @@ class MediaBudget:
         """Has a share be of a size.
 
         Raises:
-            VLLMValidationError: The request has more than one may have.
+            TooMuchMediaError: The request has more than one may have.
             PipelineFullError: All requests, or the client's, would have more; the share is as before.
         """
         with self._lock:
             share.context.num_decoded_bytes += num_bytes - share.num_request_bytes
             share.num_request_bytes = num_bytes
             if share.context.num_decoded_bytes > self._max_request_bytes:
-                raise VLLMValidationError(
+                raise TooMuchMediaError(
                     f"the media of this request would take more than {self._max_request_bytes} bytes when they are "
                     f"decoded ({flag('max_decoded_bytes')}); send fewer or smaller images, or shorter videos"
                 )

@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request, Response
 from PIL import Image
 from starlette.datastructures import State
+from starlette.requests import HTTPConnection
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, call_parameters
+from vllm_omni.diffusion.media_inputs import call_parameters, media_arguments, takes_frames, takes_images
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
@@ -78,7 +80,7 @@ class MediaEndpoint:
         self,
         prompt: OmniPrompt,
         params: Sequence[StageSamplingParams],
-        raw_request: Request | None,
+        raw_request: HTTPConnection | None,
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
@@ -161,6 +163,51 @@ class DiffusionEndpoint(MediaEndpoint):
             )
         return named
 
+    def check_prompt(self, prompt: str) -> None:
+        """
+        Raises:
+            VLLMValidationError: There is none, and the model needs one.
+        """
+        if not prompt and (self.info is None or self.info.takes_prompt):
+            raise VLLMValidationError("prompt is missing", parameter="prompt")
+
+    async def read_inputs(
+        self, urls: Mapping[str, Sequence[str]], has_images: bool = False, parameter: str | None = None
+    ) -> dict[str, Any]:
+        """The media that a request has beside its images, fetched: images and videos by the pipeline's names.
+
+        Args:
+            urls: Addresses and data URIs; several for a list of images.
+            has_images: The request has images, too.
+            parameter: The request's field, for errors; None: the name.
+
+        Raises:
+            VLLMClientError: The pipeline does not take one, or it cannot be read.
+        """
+        if not urls:
+            return {}
+        if self.info is None:
+            raise VLLMValidationError("this model takes no inputs; remove them", parameter="inputs")
+        try:
+            known = media_arguments(self.info.class_for([*(["image"] if has_images else []), *urls]))
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter=parameter or next(iter(urls))) from error
+        return {
+            name: await self._read_input(name, known[name], addresses, parameter or name)
+            for name, addresses in urls.items()
+        }
+
+    async def _read_input(self, name: str, annotation: Any, urls: Sequence[str], parameter: str) -> Any:
+        if len(urls) == 1 and takes_frames(name, annotation):
+            return await self.media.video(urls[0], parameter)
+        if not takes_images(name, annotation):
+            raise VLLMValidationError(
+                f"{name} is a tensor for this model's pipeline, which HTTP requests cannot have; OmniLLM takes it",
+                parameter=parameter,
+            )
+        images = await self.media.images(urls, parameter)
+        return images[0] if len(images) == 1 else images
+
     def generate(
         self,
         prompt: str,
@@ -168,6 +215,7 @@ class DiffusionEndpoint(MediaEndpoint):
         images: Sequence[Image.Image],
         raw_request: Request | None,
         request_id: str | None = None,
+        inputs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[OmniEvent, None]:
         """Starts a request with these settings, see `start`.
@@ -175,6 +223,7 @@ class DiffusionEndpoint(MediaEndpoint):
         Args:
             settings: Fields of `DiffusionSamplingParams`, and `lora`, the name of an adapter.
             images: The model's input images.
+            inputs: Further media, see `read_inputs`.
             options: Further arguments of `OmniEngineClient.run`.
 
         Raises:
@@ -185,8 +234,8 @@ class DiffusionEndpoint(MediaEndpoint):
         if own and self.info is None:
             omni_prompt["additional_information"] = self._prompt_fields(own)
             own = {}
-        if images:
-            omni_prompt["multi_modal_data"] = {"image": list(images)}
+        if images or inputs:
+            omni_prompt["multi_modal_data"] = {**({"image": list(images)} if images else {}), **(inputs or {})}
         adapter = settings.get("lora")
         return self.start(
             omni_prompt,
@@ -266,7 +315,7 @@ def check_model(name: str | None, served: Sequence[str], aliases: Collection[str
         raise VLLMNotFoundError(f"The model `{name}` does not exist; this server has {', '.join(served)}.")
 
 
-def new_id(prefix: str, raw_request: Request | None = None) -> str:
+def new_id(prefix: str, raw_request: HTTPConnection | None = None) -> str:
     """An id for a request: the client's own `X-Request-Id`, else a random one."""
     own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
     return f"{prefix}-{own or random_uuid()}"

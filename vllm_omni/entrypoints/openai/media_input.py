@@ -56,7 +56,7 @@ from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetad
 
 from vllm_omni.engine.images import OmniImageIO
 from vllm_omni.entrypoints.openai.media_budget import MediaBudget, MediaShare
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext, TooMuchMediaError
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.errors import OmniError
 
@@ -153,7 +153,7 @@ class OmniMediaConnector(MediaConnector):
         context = RequestContext.current()
         context.num_media_parts += 1
         if context.num_media_parts > self._limits.max_media_parts:
-            raise VLLMValidationError(
+            raise TooMuchMediaError(
                 f"a request may have {self._limits.max_media_parts} images, audio clips and videos "
                 f"({flag('max_media_parts')}), and this one has more",
                 parameter="messages",
@@ -377,7 +377,7 @@ class GuardedMediaIO(MediaIO[Any]):
         num_tokens = tokens.count(kind, num_frames, size.height, size.width)
         context.num_media_tokens += num_tokens
         if context.num_media_tokens > tokens.max_tokens:
-            raise VLLMValidationError(
+            raise TooMuchMediaError(
                 f"the images and videos of this request have more than {tokens.max_tokens} tokens, which is the length "
                 "of the model's context; send fewer or smaller images, or shorter videos",
                 parameter="messages",

@@ -6,12 +6,14 @@ vLLM's media connector reads the media: uploads, data URIs and addresses alike, 
 
 import asyncio
 import base64
+import dataclasses
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Self
 
+import msgspec
 import numpy as np
 import vllm.envs as envs
 from fastapi import HTTPException, Request
@@ -41,17 +43,19 @@ _MAX_NAME = 100  # Characters of a client's word in an error.
 _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
 _INDEX = re.compile(r"\[[0-9]*\]$")
+_INPUT = re.compile(r"^inputs\[(\w+)\]$")
+_ARGUMENT = re.compile(r"extra_args\[(\w+)\]$")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
-def as_urls(value: Any) -> Any:
+def as_urls(value: Any, field: str = "image_url") -> Any:
     """An image field as a list of addresses; pydantic refuses any other value.
 
     It has one address or a list; each is a string, or an object with it as `image_url` (a string, or an object with
     `url`). `detail` beside an address has no effect.
     """
     entries = value if isinstance(value, list) else [value]
-    return [_as_url(entry, "image_url") for entry in entries]
+    return [_as_url(entry, field) for entry in entries]
 
 
 def _as_url(entry: Any, field: str) -> Any:
@@ -61,13 +65,20 @@ def _as_url(entry: Any, field: str) -> Any:
     return entry
 
 
+def _as_media_urls(value: Any) -> Any:
+    return as_urls(as_urls(value), "video_url")
+
+
 def _as_sound_url(value: Any) -> Any:
     """The address of one sound, which a form has in a list."""
     return _as_url(value[0] if isinstance(value, list) and len(value) == 1 else value, "audio_url")
 
 
-ImageUrls = Annotated[list[str], BeforeValidator(as_urls)]
+ImageUrls = Annotated[list[str], BeforeValidator(lambda value: as_urls(value))]
 """Addresses or data URIs of images; also a single one, and objects with an `image_url`."""
+
+MediaUrls = Annotated[list[str], BeforeValidator(_as_media_urls), Field(min_length=1, max_length=MAX_IMAGES)]
+"""The same of images and videos."""
 
 SoundUrl = Annotated[str, BeforeValidator(_as_sound_url), Field(min_length=1)]
 """The address or data URI of a sound; also an object with an `audio_url`."""
@@ -88,10 +99,14 @@ class RequestModel(BaseModel):
     Attributes:
         file_field: The field that may be an uploaded file, or several; in the request they are data URIs.
         max_files: Its files.
+        other_files: Further fields that may be an uploaded file.
+        output_type: Of the handler whose pipeline has `inputs`, see `MediaRequest`.
     """
 
     file_field: ClassVar[str] = ""
     max_files: ClassVar[int] = 1
+    other_files: ClassVar[tuple[str, ...]] = ()
+    output_type: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,16 +122,26 @@ class RequestModel(BaseModel):
             HTTPException: The body is of another type, or no valid form.
         """
         kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        inputs = cls._further_inputs(raw_request)
         if kind in _FORMS:
-            body = JsonBody(await _read_form(raw_request, cls.file_field))
+            fields = await _read_form(raw_request, {cls.file_field, *cls.other_files, *inputs})
+            body = JsonBody(_gather(fields, inputs))
         elif kind == "application/json":
             body = RequestContext.of(raw_request).take_json() or JsonBody({})
+            body = dataclasses.replace(body, value=_gather(body.value, inputs))
         else:
             raise HTTPException(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 f"send application/json or {_FORMS[0]}, not {kind[:_MAX_NAME] or 'nothing'}",
             )
         return await validated(validator_of(cls), body)
+
+    @classmethod
+    def _further_inputs(cls, raw_request: Request) -> set[str]:
+        """Names of the pipeline's media that are no fields of the request."""
+        handler = getattr(raw_request.app.state, "omni_handlers", {}).get(cls.output_type)
+        info = getattr(handler, "info", None)
+        return set() if info is None else {*info.media} - {*cls.model_fields}
 
     @classmethod
     def describe_body(cls) -> dict[str, Any]:
@@ -126,7 +151,8 @@ class RequestModel(BaseModel):
         schema.pop("$defs", None)
         file = {"type": "string", "format": "binary"}
         uploaded = {"type": "array", "items": file, "maxItems": cls.max_files} if cls.max_files > 1 else file
-        form = {**schema, "properties": {**schema["properties"], cls.file_field: uploaded}}
+        files = {cls.file_field: uploaded, **dict.fromkeys(cls.other_files, file)}
+        form = {**schema, "properties": {**schema["properties"], **files}}
         content = {"application/json": {"schema": schema}, _FORMS[0]: {"schema": form}}
         return {"requestBody": {"required": True, "content": content}}
 
@@ -158,6 +184,9 @@ class MediaRequest(RequestModel):
     )
     lora: str | None = Field(None, description="One of the server's LoRA adapters, see GET /v1/models.")
     lora_scale: float | None = Field(None, allow_inf_nan=False, description="Weight of the adapter. Default: 1.")
+    extra_args: dict[str, Any] | None = Field(
+        None, description="Further arguments of the model's diffusers pipeline, by its own names: plain values."
+    )
     extra_body: dict[str, Any] | None = Field(
         None, description=f"More settings, or the same ones, as some clients send them: {', '.join(SETTINGS)}."
     )
@@ -200,7 +229,8 @@ class MediaFetcher:
         self._client = client
         self._connector: MediaConnector = MEDIA_CONNECTOR_REGISTRY.load(
             envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs={"image": {"image_mode": None}},  # Keeps transparency, which some models read.
+            # Keeps transparency, which some models read, and all frames of a video.
+            media_io_kwargs={"image": {"image_mode": None}, "video": {"num_frames": -1}},
             allowed_local_media_path=args.allowed_local_media_path,
             allowed_media_domains=args.allowed_media_domains,
         )
@@ -212,6 +242,17 @@ class MediaFetcher:
             raise VLLMValidationError(f"{len(urls)} images; a request takes at most {MAX_IMAGES}", parameter=parameter)
         images = [await self._image(url, parameter) for url in urls]
         return [image.media if isinstance(image, MediaWithBytes) else image for image in images]
+
+    async def video(self, url: str, parameter: str) -> np.ndarray:
+        """The frames of the video at an address, or in a data URI: uint8 `[frames, height, width, 3]`."""
+        self._client.check_admission()
+        try:
+            video = await self._connector.fetch_video_async(url)
+        except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
+            error.parameter = parameter
+            raise
+        frames, _ = video.media if isinstance(video, MediaWithBytes) else video
+        return frames
 
     async def image_file(self, url: str, parameter: str) -> bytes | None:
         """The file of one image, which can be read; None if a connector that is not ours has not kept it."""
@@ -247,21 +288,60 @@ class MediaFetcher:
         return samples, sample_rate
 
 
-async def _read_form(request: Request, file_field: str) -> dict[str, Any]:
+class InputsRequest(MediaRequest):
+    """A request that may have further media of the pipeline, by its own names."""
+
+    prompt: Prompt = ""
+    inputs: dict[str, MediaUrls] | None = Field(
+        None,
+        max_length=MAX_IMAGES,
+        description="Further media of the model's pipeline, by its own names (control_image, video, last_image, ...): "
+        "data URIs or addresses. Each may also be a field, or a file in a form.",
+    )
+
+
+def _gather(fields: Any, names: Collection[str]) -> Any:
+    """The fields of a request with those of these names in `inputs`."""
+    found = {name: fields[name] for name in names if name in fields} if isinstance(fields, Mapping) else {}
+    if not found:
+        return fields
+    given = fields.get("inputs") or {}
+    if not isinstance(given, Mapping) or given.keys() & found.keys():
+        raise VLLMValidationError(f"inputs and {min(found)} set the same; keep one of them", parameter="inputs")
+    return {**{key: value for key, value in fields.items() if key not in found}, "inputs": {**given, **found}}
+
+
+async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
-            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`.
+            # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`
+            # or `inputs[control_image]`.
             name = _INDEX.sub("", key).removesuffix("[image_url]").removesuffix("[audio_url]")
+            name = _INPUT.sub(r"\1", name)
             if value == "" or (isinstance(value, UploadFile) and not value.filename and not value.size):
                 continue  # A page sends its unfilled fields, too.
-            if name == file_field:
+            if (argument := _ARGUMENT.match(key)) and isinstance(value, str):
+                fields.setdefault("extra_args", {})[argument[1]] = _as_json(value)
+            elif key == "extra_args" and isinstance(value, str):
+                fields.setdefault("extra_args", _as_json(value))
+            elif name in file_fields:
                 fields.setdefault(name, []).append(await _as_data_uri(value, name))
+            elif key in fields and key.endswith("[]"):
+                fields[key] = [*(fields[key] if isinstance(fields[key], list) else [fields[key]]), value]
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)
             else:
                 fields[key] = value  # The model refuses a file here: it takes strings only.
     return fields
+
+
+def _as_json(value: str) -> Any:
+    """A number, a list, ... that a form has as text; any other text as it is."""
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return value
 
 
 async def _as_data_uri(value: UploadFile | str, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from starlette.requests import HTTPConnection
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.json_body import JsonBody
@@ -25,6 +26,10 @@ SCOPE_KEY = "omni_context"
 """Of the context in the ASGI scope."""
 
 Item = TypeVar("Item")
+
+
+class TooMuchMediaError(VLLMValidationError):
+    """A request's media exceed a limit of one prompt, whose cost fewer would not reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,8 @@ class RequestContext:
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
         spoken_text: Which part of the reply is spoken; None: all of it.
+        fit_prompt: Makes the prompt of a chat that may be too long: called with the request and what renders one, and
+            returns what that does.
         place: In the pipeline's queue, for its next request to the engine.
         count_unread: See `AsyncOmniLLM.generate`.
         count_arriving: Called with the bytes of a WebSocket's messages that have come and were not taken, when these
@@ -102,6 +109,7 @@ class RequestContext:
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
     spoken_text: SpokenText | None = None
+    fit_prompt: Callable[[Any, Callable[[Any], Awaitable[Any]]], Awaitable[Any]] | None = None
     place: Place | None = None
     count_unread: Callable[[int], None] | None = None
     count_arriving: Callable[[int], None] | None = None
@@ -149,6 +157,10 @@ class RequestContext:
                 place.release()
             release, self._release = self._release, None
             release()
+
+    def restart_media(self) -> None:
+        """Counts its media from zero, for another prompt."""
+        self.num_media_parts = self.num_decoded_bytes = self.num_media_tokens = 0
 
     @property
     def is_answering(self) -> bool:

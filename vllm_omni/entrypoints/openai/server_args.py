@@ -147,10 +147,10 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class RealtimeLimits:
-    """Limits of realtime sessions."""
+    """Limits of realtime sessions, and of those of /v1/audio/speech/stream, which count among them."""
 
     max_realtime_sessions: int = 128
-    """Realtime sessions at once; a further one is answered with 429."""
+    """Realtime sessions, and streams of texts to be spoken, at once; a further one is answered with 429."""
 
     max_client_realtime_sessions: int | None = None
     """Realtime sessions at once of one API key, or, on a server without keys, of one address. Default: half of
@@ -167,7 +167,7 @@ class RealtimeLimits:
     committed."""
 
     max_realtime_text_bytes: int = 64 * MIB
-    """Bytes of texts and images that clients put into a realtime session."""
+    """Bytes of texts and images that clients put into a realtime session; for more, its oldest turns are deleted."""
 
     max_total_realtime_bytes: int = 4 * GIB
     """Bytes that all realtime sessions hold: items, uncommitted sound, events that arrive, and answers that their

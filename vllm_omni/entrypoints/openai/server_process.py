@@ -39,6 +39,7 @@ from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, Reques
 from vllm_omni.entrypoints.start_progress import showing
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
+from vllm_omni.metrics.memory import release_free_memory
 from vllm_omni.metrics.status_line import clear_line
 
 logger = logging.getLogger("vllm.omni.server")
@@ -106,7 +107,9 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     client.loop = asyncio.get_running_loop()
     with showing("starting the HTTP server"):
         app = await build_omni_app(client, args)
+    release_free_memory()
     log_warnings()
+    listener.listen()  # A client that comes before the application has started waits, and is not refused.
     logger.info("Serving %s on %s", ", ".join(client.config.output_types), address)
     for name, url in pages(args):
         logger.info("%-10s  %s", name, url)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
+from starlette.requests import HTTPConnection
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -110,8 +111,8 @@ class SpeechBatch(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What all texts of a request share.
+class VoiceSettings:
+    """What all texts of a request, or of a session, share.
 
     Attributes:
         information: The prompt's `additional_information`.
@@ -149,9 +150,10 @@ class ServingSpeech(MediaEndpoint):
 
     async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
         """Raises `VLLMClientError` if the request is wrong, `OmniError` if it failed."""
-        settings = await self._read(request, raw_request)
-        file = self._file(request, stream=request.stream)
-        events = await self._events(request.input, settings, raw_request, stream=file.is_streamed)
+        self.client.check_admission()
+        settings = await self.read(request, raw_request)
+        file = self.new_file(request, stream=request.stream)
+        events = await self.events(request.input, settings, raw_request, stream=file.is_streamed)
         if not request.stream:
             data = await file.whole(events)
             headers = {**_headers(file, settings), FINISH_REASON_HEADER: finish_reason_of(file.output)}
@@ -168,7 +170,8 @@ class ServingSpeech(MediaEndpoint):
                 f"{len(request.inputs)} texts; a batch takes at most {self._max_inputs} ({flag('max_speech_inputs')})",
                 parameter="inputs",
             )
-        settings = await self._read(request, raw_request)
+        self.client.check_admission()
+        settings = await self.read(request, raw_request)
         speaking = [self._speak(index, text, settings, raw_request) for index, text in enumerate(request.inputs)]
         results = await asyncio.gather(*speaking, return_exceptions=True)
         answer = SpeechBatch(
@@ -179,24 +182,37 @@ class ServingSpeech(MediaEndpoint):
         body = await asyncio.to_thread(answer.model_dump_json, exclude_none=True)
         return Response(body, headers=_warning(settings.ignored), media_type="application/json")
 
-    async def _speak(self, index: int, text: str, settings: _Settings, raw_request: Request) -> BatchItem:
+    async def _speak(self, index: int, text: str, settings: VoiceSettings, raw_request: Request) -> BatchItem:
         check_text(text, f"inputs[{index}]")
-        file = self._file(settings.request, stream=False)
-        data = await file.whole(await self._events(text, settings, raw_request, stream=False))
+        file = self.new_file(settings.request, stream=False)
+        data = await file.whole(await self.events(text, settings, raw_request, stream=False))
         return BatchItem(
             index=index,
             audio=await asyncio.to_thread(to_base64, data),
             sample_rate=file.sample_rate,
             channels=file.num_channels,
             finish_reason=finish_reason_of(file.output),
-            usage=self._usage(file.output),
+            usage=self.usage_of(file.output),
         )
 
-    def _file(self, request: SpeechSettings, *, stream: bool) -> SpeechFile:
-        speed = 1.0 if self._reader.sets_speed else request.speed
-        return SpeechFile(self.stage, request, speed, stream=stream)
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether the model reads a text in pieces, as it is written."""
+        processors = self.client.llm.builder.prompt_processors.values()
+        return self._speaking_stage is None and [each.reads_pieces for each in processors] == [True]
 
-    async def _read(self, request: SpeechSettings, raw_request: Request) -> _Settings:
+    @property
+    def streams(self) -> bool:
+        """Whether speech comes while it is made."""
+        return self.stage.kind.streams_output
+
+    def new_file(self, request: SpeechSettings, *, stream: bool, is_joined: bool = False) -> SpeechFile:
+        """The file of one text. `is_joined`: see `SpeechFile`."""
+        speed = 1.0 if self._reader.sets_speed else request.speed
+        return SpeechFile(self.stage, request, speed, stream=stream, is_joined=is_joined)
+
+    async def read(self, request: SpeechSettings, connection: HTTPConnection) -> VoiceSettings:
+        """How texts are spoken. Raises as `create`."""
         self.check_model(request.model)
         params: list[StageSamplingParams] = [*read_stage_params(request.sampling_params_list, self.client.config)]
         if self._forced_text is not None and params[self._writer] is not None:
@@ -205,10 +221,9 @@ class ServingSpeech(MediaEndpoint):
                 f"stage {self.client.stage.name!r} writes the input and does not sample; give it null",
                 parameter=f"sampling_params_list[{self._writer}]",
             )
-        self.client.check_admission()
-        information = await self._reader.read(request, RequestContext.of(raw_request).owner)
+        information = await self._reader.read(request, RequestContext.of(connection).owner)
         ignored = self._reader.ignored(request)
-        return _Settings(request=request, information=information, params=params, ignored=ignored)
+        return VoiceSettings(request=request, information=information, params=params, ignored=ignored)
 
     @property
     def _writer(self) -> int:
@@ -216,9 +231,19 @@ class ServingSpeech(MediaEndpoint):
         assert self.client.stage is not None
         return self.client.config.stage_args.index(self.client.stage)
 
-    async def _events(
-        self, text: str, settings: _Settings, raw_request: Request, *, stream: bool
+    async def events(
+        self,
+        text: str | AsyncGenerator[str, None],
+        settings: VoiceSettings,
+        raw_request: HTTPConnection,
+        *,
+        stream: bool,
     ) -> AsyncGenerator[OmniEvent, None]:
+        """The events of one request to the pipeline, see `OmniEngineClient.run`.
+
+        Args:
+            text: In pieces of a model that `reads_pieces`.
+        """
         prompt = OmniPrompt(modalities=["audio"])
         if settings.information:
             prompt["additional_information"] = dict(settings.information)
@@ -228,6 +253,7 @@ class ServingSpeech(MediaEndpoint):
         if self._forced_text is None:
             prompt["prompt"] = text
         else:
+            assert isinstance(text, str)
             prompt["engine_input"], params[self._writer] = await self._forced_text.prepare(
                 text, settings.request.instructions
             )
@@ -245,10 +271,10 @@ class ServingSpeech(MediaEndpoint):
         async with aclosing(parts):
             async for part in parts:
                 yield sse_line({"type": "speech.audio.delta", "audio": part})
-        reason, usage = finish_reason_of(file.output), self._usage(file.output)
+        reason, usage = finish_reason_of(file.output), self.usage_of(file.output)
         yield sse_line({"type": "speech.audio.done", "finish_reason": reason, "usage": usage.model_dump()})
 
-    def _usage(self, output: OmniRequestOutput) -> SpeechUsage:
+    def usage_of(self, output: OmniRequestOutput) -> SpeechUsage:
         writer = None if self.client.stage is None else self.client.stage.stage_id
         read = written = 0
         for stage in output.stage_metrics:
@@ -259,7 +285,7 @@ class ServingSpeech(MediaEndpoint):
         return SpeechUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
 
 
-def _headers(file: SpeechFile, settings: _Settings) -> dict[str, str]:
+def _headers(file: SpeechFile, settings: VoiceSettings) -> dict[str, str]:
     """Headers that describe a file, and what had no effect on it."""
     described = {SAMPLE_RATE_HEADER: str(file.sample_rate), CHANNELS_HEADER: str(file.num_channels)}
     return described | _warning(settings.ignored)

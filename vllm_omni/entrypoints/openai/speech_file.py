@@ -32,23 +32,30 @@ class SpeechFile:
     """
     Attributes:
         is_streamed: The file is sent while it is encoded. Audio of a diffusion stage comes as a whole.
-        output: The pipeline's, after the last of the `parts`.
+        output: The pipeline's, after the last event of a request.
+        seconds: Of the sound that was encoded.
     """
 
     output: OmniRequestOutput
 
-    def __init__(self, stage: OmniStageConfig, request: SpeechSettings, speed: float, *, stream: bool) -> None:
+    def __init__(
+        self, stage: OmniStageConfig, request: SpeechSettings, speed: float, *, stream: bool, is_joined: bool = False
+    ) -> None:
         """
         Args:
             stage: The final stage that makes the audio.
             request: Has the file's format, sample rate and volume.
             speed: Factor of the audio's speed.
+            is_joined: It has the sounds of several requests, one after the other, and is never whole.
         """
         self.is_streamed = stream and stage.kind.streams_output
         self._stage = stage
         self._request = request
         self._speed = speed
+        self._is_whole = not (self.is_streamed or is_joined)
+        self._has_samples = False  # Of the request whose events come.
         self._encoder: AudioEncoder | None = None
+        self.seconds = 0.0
 
     @property
     def media_type(self) -> str:
@@ -73,15 +80,29 @@ class SpeechFile:
         """
         async with aclosing(events):
             async for event in events:
-                samples, rate = self._samples(event)
-                if samples.size and (data := await self._encode(samples, rate)):
+                if data := await self.add(event):
                     yield data
-                if isinstance(event, CompletedEvent):
-                    if self._encoder is None:
-                        raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
-                    (self.output,) = event.outputs
-                    if rest := await self._encoder.finish_async():
-                        yield rest
+            if rest := await self.finish():
+                yield rest
+
+    async def add(self, event: OmniEvent) -> bytes:
+        """The bytes that are ready with an event of a request; may be empty. Raises as `parts`."""
+        samples, rate = self._samples(event)
+        data = b""
+        if samples.size:
+            self._has_samples = True
+            data = await self._encode(samples, rate)
+            self.seconds += samples.shape[-1] / rate / self._speed
+        if isinstance(event, CompletedEvent):
+            if not self._has_samples:
+                raise OmniHTTPError("the model made no audio for this input", HTTPStatus.INTERNAL_SERVER_ERROR)
+            (self.output,), self._has_samples = event.outputs, False
+        return data
+
+    async def finish(self) -> bytes:
+        """The rest of the file; may be empty."""
+        assert self._encoder is not None
+        return await self._encoder.finish_async()
 
     async def whole(self, events: AsyncGenerator[OmniEvent, None]) -> bytes:
         """The file, when it is complete. Raises as `parts`."""
@@ -94,7 +115,7 @@ class SpeechFile:
         rate = self._stage.sample_rate
         if isinstance(event, ARSegmentEvent) and event.stage_id == self._stage.stage_id:
             tensors = event.multimodal_output
-        elif isinstance(event, CompletedEvent) and self._encoder is None:  # Nothing was streamed: it has all samples.
+        elif isinstance(event, CompletedEvent) and not self._has_samples:  # Nothing was streamed: it has all samples.
             (output,) = event.outputs
             tensors, rate = output.multimodal_output, output.sample_rate
         return first_clip(tensors.get("audio", torch.empty(0))), rate or DEFAULT_SAMPLE_RATE
@@ -107,7 +128,7 @@ class SpeechFile:
                     rate,
                     self._speed,
                     num_channels=count_channels(samples),
-                    is_whole=not self.is_streamed,
+                    is_whole=self._is_whole,
                     file_rate=self._request.sample_rate,
                     volume=self._request.volume_multiplier,
                 )

@@ -28,12 +28,10 @@ SAMPLING_FIELDS = frozenset(
 
 _GRAMMARS = frozenset({"json", "regex", "choice", "grammar", "structural_tag"})
 
-_NOT_IN_REQUESTS = ("preview_every", "extra_args", "lora_scale")
+_NOT_IN_REQUESTS = ("preview_every", "lora_scale")
 
 SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
-"""The settings of a diffusion model that a request may set. Endpoints with previews set `preview_every`. `extra_args`,
-further arguments of the pipeline, have no limits that could be checked: only the stage's `default_sampling_params` set
-them."""
+"""The settings of a diffusion model that a request may set. Endpoints with previews set `preview_every`."""
 
 _KNOWN = {"sampling": SAMPLING_FIELDS, "diffusion": frozenset({*SETTINGS, "extra_body"})}
 
@@ -168,6 +166,7 @@ def _checked(name: str, value: Any) -> Any:
         return value
     try:
         params = convert({name: value}, DiffusionSamplingParams)
+        _check_arguments(params.extra_args)
         check_values(params)
     except msgspec.ValidationError as error:
         raise VLLMValidationError(f"{name}: {split_error(error)[0]}", parameter=name) from error
@@ -178,6 +177,35 @@ def _checked(name: str, value: Any) -> Any:
             f"output_format {value!r} is not for HTTP; give one of {', '.join(FILE_FORMATS)}", parameter=name
         )
     return getattr(params, name)
+
+
+_MAX_ARGUMENT_VALUES = 1_000
+_MAX_ARGUMENT_DEPTH = 4
+_MAX_ARGUMENT_CHARACTERS = 32_000
+_LARGEST_ARGUMENT = 10_000
+"""A number whose cost nobody knows."""
+
+
+def _check_arguments(extra_args: Mapping[str, Any]) -> None:
+    """What is beyond the limits of their cost, which the stage checks by name: `request_settings.check_limits`."""
+    for name, value in extra_args.items():
+        values = _flattened(value)
+        if any(isinstance(each, Mapping) for each in values):
+            raise ValueError(f"extra_args: {name!r} is an object, which a request cannot have")
+        if any(isinstance(each, (int, float)) and not abs(each) <= _LARGEST_ARGUMENT for each in values):
+            raise ValueError(f"extra_args: {name!r} has a number above {_LARGEST_ARGUMENT}")
+        if len(values) > _MAX_ARGUMENT_VALUES:
+            raise ValueError(f"extra_args: {name!r} has more than {_MAX_ARGUMENT_VALUES} values")
+        if sum(len(each) for each in values if isinstance(each, str)) > _MAX_ARGUMENT_CHARACTERS:
+            raise ValueError(f"extra_args: {name!r} has more than {_MAX_ARGUMENT_CHARACTERS} characters")
+
+
+def _flattened(value: Any, depth: int = 0) -> list[Any]:
+    if not isinstance(value, list):
+        return [value]
+    if depth == _MAX_ARGUMENT_DEPTH:
+        raise ValueError(f"extra_args has lists in more than {_MAX_ARGUMENT_DEPTH} lists")
+    return [each for item in value for each in _flattened(item, depth + 1)]
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

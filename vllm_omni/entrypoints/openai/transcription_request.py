@@ -56,6 +56,7 @@ class SoundRequest(RequestModel):
     """Those that it may ask for, for messages."""
     unsupported_fields: ClassVar[Mapping[str, str]] = _UNSUPPORTED_FIELDS
     unsupported_formats: ClassVar[Mapping[str, str]] = {"diarized_json": _NO_DIARIZATION}
+    has_word_times: ClassVar[bool] = False
     unknown_words: ClassVar[str]
     """Why there are no times of single words."""
 
@@ -77,7 +78,7 @@ class SoundRequest(RequestModel):
     timestamp_granularities: Annotated[list[Literal["segment", "word"]], BeforeValidator(_as_list)] = Field(
         [],
         validation_alias=AliasChoices("timestamp_granularities", "timestamp_granularities[]"),
-        description="segment, as by default. The times of single words are not known.",
+        description="segment, as by default, or word, of models that know the times of single words.",
     )
 
     @model_validator(mode="before")
@@ -102,7 +103,7 @@ class SoundRequest(RequestModel):
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
-        if "word" in self.timestamp_granularities:
+        if "word" in self.timestamp_granularities and not self.has_word_times:
             raise VLLMValidationError(self.unknown_words, parameter="timestamp_granularities")
         if self.stream and self.response_format not in _STREAMED_FORMATS:
             raise VLLMValidationError(
@@ -168,3 +169,9 @@ class TimedTranscriptionRequest(SoundRequest):
     def has_times(self) -> bool:
         """Whether the answer has the times of segments."""
         return self.response_format in ("verbose_json", "srt", "vtt")
+
+
+class WordTimedTranscriptionRequest(TimedTranscriptionRequest):
+    """Speech to be transcribed by a model that knows the times of words."""
+
+    has_word_times = True

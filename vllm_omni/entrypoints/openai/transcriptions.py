@@ -13,7 +13,7 @@ import io
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
 from vllm.tracing import extract_trace_headers
 
-from vllm_omni.entrypoints.openai.asr_stage import ASRStage
+from vllm_omni.entrypoints.openai.asr_stage import TIMESTAMPS, ASRStage, TimedDelta
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
@@ -39,11 +39,13 @@ from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Data, Line, sse_line, sse_response
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
+from vllm_omni.entrypoints.openai.subtitles import SUBTITLES, as_segments
 from vllm_omni.entrypoints.openai.transcription_request import (
     SoundRequest,
     Task,
     TimedTranscriptionRequest,
     TranscriptionRequest,
+    WordTimedTranscriptionRequest,
 )
 from vllm_omni.vllm_protocol import ChatCompletionResponse, ErrorResponse, UsageInfo
 
@@ -60,6 +62,7 @@ class Transcript:
     Attributes:
         finish_reason: An ASR stage gives none.
         seconds: The length of the sound, for `verbose_json`.
+        words: With times, of a model that knows them and was asked; as OpenAI's `words`.
         deltas: Of the text that is still to come.
     """
 
@@ -67,6 +70,7 @@ class Transcript:
     usage: UsageTokens | UsageDuration
     finish_reason: str | None = None
     seconds: float = 0.0
+    words: list[dict[str, Any]] = field(default_factory=list)
     deltas: AsyncGenerator[ChatDelta, None] | None = None
 
     async def read(self) -> AsyncGenerator[str, None]:
@@ -77,6 +81,9 @@ class Transcript:
                 if delta.usage:
                     self.usage = token_usage(UsageInfo(**delta.usage))
                 self.finish_reason = delta.finish_reason or self.finish_reason
+                if isinstance(delta, TimedDelta):
+                    times = zip(delta.text.split(), delta.word_times, strict=False)
+                    self.words += [{"word": word, "start": start, "end": end} for word, (start, end) in times]
                 if delta.text:
                     self.text += delta.text
                     yield delta.text
@@ -91,17 +98,25 @@ class Transcript:
         yield sse_line(done if self.finish_reason is None else done | {"finish_reason": self.finish_reason})
 
     def as_answer(self, request: Any, task: Task) -> Response:
-        """The whole, in the format of the request. It has no segments, because the model does not know their times."""
+        """The whole, in the format of the request. It has segments only if the model knows the times of words."""
         headers = {} if self.finish_reason is None else {FINISH_REASON_HEADER: self.finish_reason}
         if request.response_format == "text":
             return PlainTextResponse(self.text, headers=headers)
         if request.response_format == "json":
             whole = Transcription(text=self.text, usage=self.usage)
             return JSONResponse(whole.model_dump(exclude_none=True), headers=headers)
+        if request.response_format in SUBTITLES:
+            return PlainTextResponse(SUBTITLES[request.response_format](as_segments(self.words)), headers=headers)
         language = "" if request.language is None else LANGUAGES[request.language]
         usage = VerboseUsage(type="duration", seconds=self.seconds)
         verbose = TranscriptionVerbose(text=self.text, duration=self.seconds, language=language, usage=usage)
-        return JSONResponse({"task": task, **verbose.model_dump(exclude_none=True)}, headers=headers)
+        answer = {"task": task, **verbose.model_dump(exclude_none=True)}
+        if request.has_word_times:
+            if "word" in request.timestamp_granularities:
+                answer["words"] = self.words
+            if request.timestamp_granularities != ["word"]:
+                answer["segments"] = as_segments(self.words)
+        return JSONResponse(answer, headers=headers)
 
 
 class TranscriptionSource:
@@ -215,8 +230,10 @@ class StageSource(TranscriptionSource):
         super().__init__(client, args)
         self._stage = stage
         self._model_names = served_names(state)
+        self._has_times = TIMESTAMPS in stage.parameters
+        self.request_class = WordTimedTranscriptionRequest if self._has_times else TranscriptionRequest
 
-    async def transcribe(self, request: TranscriptionRequest, task: Task, raw_request: Request) -> Transcript:
+    async def transcribe(self, request: SoundRequest, task: Task, raw_request: Request) -> Transcript:
         check_model(request.model, self._model_names)
         if task == "translate" and "task" not in self._stage.parameters:
             raise VLLMValidationError("this model transcribes and does not translate", parameter="model")
@@ -232,10 +249,12 @@ class StageSource(TranscriptionSource):
             transcript.text = "".join([text async for text in transcript.read()]).strip()
         return transcript
 
-    def _settings(self, request: TranscriptionRequest, task: Task) -> dict[str, Any]:
+    def _settings(self, request: SoundRequest, task: Task) -> dict[str, Any]:
         given: dict[str, Any] = {"language": request.language, "prompt": request.prompt, "task": task}
         if "temperature" in request.model_fields_set:
             given["temperature"] = request.temperature
+        if self._has_times:
+            given[TIMESTAMPS] = request.response_format in ("verbose_json", *SUBTITLES)
         return self._stage.settings(given)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class VideoJob:
         owner: The hash of its client's API key.
         settings: Its settings besides the prompt.
         has_image: It starts from an image.
+        inputs: The names of its other inputs.
         path: Of its file.
         num_bytes: Of the file; 0 until it is written.
         task: Makes the video.
@@ -63,6 +64,7 @@ class VideoJob:
     settings: Mapping[str, Any]
     has_image: bool
     path: Path
+    inputs: Sequence[str] = ()
     num_bytes: int = 0
     task: asyncio.Task[None] | None = None
     expiry: asyncio.TimerHandle | None = None
@@ -96,6 +98,7 @@ class VideoStore:
         owner: bytes,
         settings: Mapping[str, Any],
         has_image: bool,
+        inputs: Sequence[str] = (),
     ) -> VideoJob:
         """Starts a job; `make` does the work, and is cancelled if the job is deleted.
 
@@ -112,7 +115,7 @@ class VideoStore:
                 )
             self._remove(ended)
         path = self._folder.path / f"{video.id}.mp4"
-        job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, path=path)
+        job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, inputs=inputs, path=path)
         self._jobs[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
         return job

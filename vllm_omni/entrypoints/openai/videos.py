@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, OmniHTTPError, to_http_error
 from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, get_handler, new_id
 from vllm_omni.entrypoints.openai.media_output import as_video_files, describe_video, read_first_frame
-from vllm_omni.entrypoints.openai.media_request import ImageUrls, MediaRequest, Prompt
+from vllm_omni.entrypoints.openai.media_request import ImageUrls, InputsRequest, Prompt
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, limits_from
 from vllm_omni.entrypoints.openai.video_store import Video, VideoJob, VideoStore
@@ -46,10 +46,10 @@ _FILE = {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}
 VideoId = Annotated[str, PathParameter(max_length=200, description="Of a video that this server makes, or has made.")]
 
 
-class VideoRequest(MediaRequest):
+class VideoRequest(InputsRequest):
     """A request for a video."""
 
-    file_field = "input_reference"
+    file_field, output_type = "input_reference", "video"
 
     seconds: float | None = Field(
         None,
@@ -65,7 +65,8 @@ class VideoRequest(MediaRequest):
         None,
         min_length=1,
         max_length=1,
-        description="The first frame: a file in a form; in JSON a data URI or an address (image_url).",
+        description="The first frame: a file in a form; in JSON a data URI or an address (image_url). For a model that "
+        "changes videos, a video.",
     )
 
     def settings(self) -> dict[str, Any]:
@@ -117,11 +118,17 @@ class ServingVideos(DiffusionEndpoint):
             VLLMClientError, OmniError: The request is wrong, or is refused.
         """
         self.check_model(request.model)
+        self.check_prompt(request.prompt)
         settings = self._settings(request)
-        self._check_size(settings, bool(request.input_reference))
-        images = await self.media.images(request.input_reference or [], "input_reference")
+        first, urls = request.input_reference or [], dict(request.inputs or {})
+        takes = [] if self.info is None else self.info.media
+        if first and "video" in takes and "image" not in takes:
+            first, urls = [], {"video": first, **urls}
+        self._check_size(settings, [*(["image"] if first else []), *urls])
+        images = await self.media.images(first, "input_reference")
+        inputs = await self.read_inputs(urls, bool(first))
         video = self._describe(request.prompt, request.model or self.model_names[0], settings)
-        return await self._start(video, settings, images, raw_request, request.priority)
+        return await self._start(video, settings, images, raw_request, request.priority, inputs)
 
     async def remix(self, video_id: str, prompt: str, raw_request: Request) -> Video:
         """Starts a video with the settings and the seed of another one, and from its first frame if that had an
@@ -133,6 +140,11 @@ class ServingVideos(DiffusionEndpoint):
             OmniError: The request is refused.
         """
         source = self.completed_job(video_id, raw_request)
+        if source.inputs:
+            raise VLLMValidationError(
+                f"the video was made of {', '.join(source.inputs)}, which the server has not kept; send a new request",
+                parameter="video_id",
+            )
         self.client.check_admission()
         images = [await asyncio.to_thread(read_first_frame, source.path)] if source.has_image else []
         video = self._describe(prompt, source.video.model, source.settings)
@@ -146,6 +158,7 @@ class ServingVideos(DiffusionEndpoint):
         images: list[Image.Image],
         raw_request: Request,
         priority: int = 0,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Video:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Made here, because the job must not hold the HTTP request, whose body may be large.
@@ -155,6 +168,7 @@ class ServingVideos(DiffusionEndpoint):
             images,
             raw_request,
             video.id,
+            inputs,
             stream=True,
             priority=priority,
             on_accepted=partial(_resolve, accepted),
@@ -170,7 +184,9 @@ class ServingVideos(DiffusionEndpoint):
                     _resolve(accepted, error)
 
         owner = RequestContext.of(raw_request).owner
-        job = self.store.start(video, make, owner=owner, settings=settings, has_image=bool(images))
+        job = self.store.start(
+            video, make, owner=owner, settings=settings, has_image=bool(images), inputs=list(inputs or {})
+        )
         assert job.task is not None
         job.task.add_done_callback(lambda _: _resolve(accepted, _deleted(job)))
         try:
@@ -212,7 +228,7 @@ class ServingVideos(DiffusionEndpoint):
             settings["num_frames"] = nearest_num_frames(request.seconds, settings["fps"], self._factor)
         return settings
 
-    def _check_size(self, settings: Mapping[str, Any], has_image: bool) -> None:
+    def _check_size(self, settings: Mapping[str, Any], media: Sequence[str]) -> None:
         """Refuses now what the stage would refuse when the job begins.
 
         Raises:
@@ -228,7 +244,7 @@ class ServingVideos(DiffusionEndpoint):
                 check_num_frames(num_frames, self._factor)
             parameter = "size"
             if height and width:
-                check_size(info.class_for(has_image and info.takes_images), height, width)
+                check_size(info.class_for([name for name in media if name in info.media]), height, width)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter=parameter) from error
 

@@ -11,10 +11,10 @@ import asyncio
 import copy
 import io
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -45,6 +45,7 @@ from vllm_omni.entrypoints.openai.http_errors import returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import read_chunk
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, text_fields
+from vllm_omni.entrypoints.openai.subtitles import SUBTITLES
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
 from vllm_omni.entrypoints.openai.transcriptions import Transcript, TranscriptionSource, token_usage
 from vllm_omni.inputs import TranscriptionParameters
@@ -66,7 +67,7 @@ class _Transcriber(SpeechToTextBaseServing):
         """A copy of the handler for one request."""
         made = copy.copy(self)
         made._clips = []
-        made.engine_client = cast(Any, _ClipClient(cast(OmniEngineClient, self.engine_client), made))
+        made.engine_client = _ClipClient(self.engine_client, made)
         return made
 
     @property
@@ -228,7 +229,7 @@ class _VllmTranscript(Transcript):
             return PlainTextResponse(answer.text) if request.response_format == "text" else JSONResponse(fields)
         segments = [{**segment, "id": index} for index, segment in enumerate(fields.get("segments", []))]
         if request.response_format != "verbose_json":
-            return PlainTextResponse(_SUBTITLES[request.response_format](segments))
+            return PlainTextResponse(SUBTITLES[request.response_format](segments))
         language = LANGUAGES.get(answer.language, answer.language)  # OpenAI's answers have its name.
         return JSONResponse({"task": task, **fields, "language": language, "segments": segments})
 
@@ -258,30 +259,3 @@ def _as_vllm(request: TimedTranscriptionRequest, task: Task) -> VllmTranscriptio
     if task == "translate":
         return VllmTranslationRequest(**fields, to_language="en")
     return VllmTranscriptionRequest(**fields)
-
-
-def as_srt(segments: Sequence[dict[str, Any]]) -> str:
-    """Segments of `verbose_json` as SubRip subtitles."""
-    cues = [
-        f"{number}\n{_time(segment['start'], ',')} --> {_time(segment['end'], ',')}\n{segment['text'].strip()}\n"
-        for number, segment in enumerate(segments, start=1)
-    ]
-    return "\n".join(cues)
-
-
-def as_vtt(segments: Sequence[dict[str, Any]]) -> str:
-    """Segments of `verbose_json` as WebVTT subtitles."""
-    cues = [
-        f"{_time(segment['start'], '.')} --> {_time(segment['end'], '.')}\n{segment['text'].strip()}\n"
-        for segment in segments
-    ]
-    return "\n".join(["WEBVTT\n", *cues])
-
-
-_SUBTITLES: dict[str, Callable[[Sequence[dict[str, Any]]], str]] = {"srt": as_srt, "vtt": as_vtt}
-
-
-def _time(seconds: float, point: str) -> str:
-    """`01:02:03,004`, with `point` before the milliseconds."""
-    whole, milliseconds = divmod(round(seconds * 1000), 1000)
-    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{point}{milliseconds:03}"

@@ -4,7 +4,7 @@
 import base64
 import mimetypes
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ class Description:
 
     @classmethod
     def read(cls, answer: dict[str, Any]) -> "Description":
-        return cls(**{**answer, "stages": [Stage(**stage) for stage in answer["stages"]]})
+        """What the page needs of the answer; a server may say more."""
+        stages = [Stage(**_known(Stage, stage)) for stage in answer["stages"]]
+        return cls(**{**_known(cls, answer), "stages": stages})
 
     def has(self, endpoint: str) -> bool:
         return endpoint in self.endpoints
@@ -53,6 +55,10 @@ class Description:
     def stage_for(self, output: str) -> Stage | None:
         """The stage that returns these outputs."""
         return next((stage for stage in self.stages if stage.output == output), None)
+
+
+def _known(kind: type, answer: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: answer[each.name] for each in fields(kind) if each.name in answer}
 
 
 class Server:

@@ -48,6 +48,7 @@ _TIMELINE_CSS = """
 .track b { position: absolute; font-weight: 400; font-size: 0.85em; border-left: 1px solid; padding-left: 4px; }
 .track b, p span { white-space: nowrap; }
 .track b, p { color: var(--body-text-color-subdued); }
+@media (max-width: 600px) { .track b:nth-child(even) { display: none; } }
 """
 
 Values = dict[str, dict[str, float]]

@@ -9,17 +9,29 @@ import contextlib
 import queue
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from vllm_omni.control import Freeze, Thaw, Verb
+from vllm_omni.control import (
+    DEFAULT_WEIGHT_VERSION,
+    CheckWeights,
+    CommitWeights,
+    DropWeights,
+    Freeze,
+    LoadWeights,
+    Thaw,
+    UpdateWeightVersion,
+    Verb,
+)
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.watchdog import INTAKE, StepTimer
+from vllm_omni.stage.weights import Parts, WeightFolder
 
 
 @dataclass(slots=True)
@@ -183,10 +195,13 @@ class StageEngine(ABC):
         recorder: Counts the steps.
         step_timer: Entered around every step, and around everything that reads an item of the inbox.
         always_compiles: Any step may compile something, not only the first one.
+        weight_version: Of the weights that it computes with; empty: not known.
         on_failure: Called from any thread when the engine is broken outside of a step.
+        processes: Ids of other processes of the engine on this machine; set by `start`.
     """
 
     capacity: int
+    processes: Sequence[int] = ()
     always_compiles = False
 
     def __init__(self, outbox: Outbox) -> None:
@@ -195,8 +210,11 @@ class StageEngine(ABC):
         self.recorder = StageRecorder(-1, "")  # replaced by the stage's
         self.step_timer = StepTimer()
         self.on_failure: Callable[[], None] = lambda: None
+        self.weight_version = DEFAULT_WEIGHT_VERSION
         self._is_stopping = False
         self._is_frozen = False
+        self._commit_weights: Callable[[], None] | None = None  # of those that were loaded
+        self._loaded_parts: Parts = set()
 
     def abort(self, request_id: str) -> None:
         """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
@@ -264,8 +282,52 @@ class StageEngine(ABC):
                 self._is_frozen = True
             case Thaw():
                 self._is_frozen = False
+            case CheckWeights():
+                self._weight_folder.check(verb.weights_path)
+            case LoadWeights():
+                self._commit_weights = None
+                self._loaded_parts = self._weight_folder.check(verb.weights_path)
+                with self._weight_folder.overlay(verb.weights_path) as folder:
+                    self._commit_weights = self._load_weights(folder)
+            case CommitWeights():
+                self._commit(verb)
+            case DropWeights():
+                self._commit_weights = None
+            case UpdateWeightVersion():
+                self.weight_version = verb.new_version
             case _:
                 raise ValueError(f"this kind of stage does not know {type(verb).__name__}")
+
+    def _commit(self, verb: CommitWeights) -> None:
+        commit, self._commit_weights = self._commit_weights, None
+        if commit is None:
+            raise RuntimeError("no weights were loaded")
+        if self.has_requests():
+            raise RuntimeError("it has requests, which are computed with other weights")
+        self.weight_version = ""
+        commit()
+        self._weight_folder.changed |= self._loaded_parts
+        self.weight_version = verb.weight_version
+
+    @property
+    def _weight_folder(self) -> WeightFolder:
+        """What new weights have to be like."""
+        raise ValueError("the weights of this kind of stage cannot change while it runs")
+
+    def _load_weights(self, folder: Path) -> Callable[[], None]:
+        """Loads a checkpoint beside the one that it computes with.
+
+        Returns:
+            Makes it compute with that, and forget what was computed with the other.
+
+        Raises:
+            Exception: It cannot be loaded; nothing has changed.
+        """
+        raise NotImplementedError
+
+    def has_requests(self) -> bool:
+        """Whether it holds requests that have begun."""
+        return self.has_work()
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -9,9 +9,11 @@ import contextlib
 import inspect
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +29,8 @@ from vllm_omni.diffusion.job import (
     pack_encoded_prompts,
     unpack_encoded_prompts,
 )
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, takes_several_images
+from vllm_omni.diffusion.media_inputs import call_parameters, restore
+from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
@@ -45,6 +48,7 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     Stream,
 )
+from vllm_omni.stage.weights import WeightFolder
 
 
 @dataclass(slots=True)
@@ -118,6 +122,16 @@ class DiffusionStageEngine(StageEngine):
                 return None
         return super().control(verb)
 
+    @cached_property
+    def _weight_folder(self) -> WeightFolder:
+        return WeightFolder(self._model, self._config.revision)
+
+    def _load_weights(self, folder: Path) -> Callable[[], None]:
+        return self._executor.load_beside(str(folder))
+
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
     # Inbox.
 
     def wait_for_work(self) -> bool:
@@ -160,11 +174,13 @@ class DiffusionStageEngine(StageEngine):
         if diffusion is None:
             raise ValueError("the request has no diffusion parameters (StageRequest.diffusion)")
         params = diffusion.params
-        pipeline_class = self._info.class_for(bool(diffusion.images))
+        pipeline_class = self._info.class_for([*(["image"] if diffusion.images else []), *diffusion.media])
+        known = call_parameters(pipeline_class)
         arguments = {**call_arguments(pipeline_class, params), **_prompt_arguments(pipeline_class, item)}
+        arguments |= {name: restore(value, known[name].annotation) for name, value in diffusion.media.items()}
         if diffusion.images and "image" not in arguments:  # The stage input processor may have changed them.
             images = [to_pil(image) for image in diffusion.images]
-            arguments["image"] = images if takes_several_images(pipeline_class) else images[0]
+            arguments["image"] = images if self._info.takes_several(pipeline_class) else images[0]
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
         return [
@@ -250,7 +266,7 @@ def _prompt_arguments(pipeline_class: type, item: NewRequest) -> dict[str, Any]:
     """The prompt as arguments of the pipeline's call: the caller's, or the result of the stage input processor."""
     stage_input = item.stage_input or StageInput(prompt=item.request.prompt)
     arguments = dict(stage_input.additional_information)
-    if stage_input.prompt is not None:
+    if stage_input.prompt is not None and "prompt" in call_parameters(pipeline_class):
         arguments["prompt"] = stage_input.prompt
     if stage_input.prompt_embeds is not None:
         takes_list = "list[" in str(inspect.signature(pipeline_class.__call__).parameters["prompt_embeds"].annotation)

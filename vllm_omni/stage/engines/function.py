@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_omni.config.loader import resolve_dotted_path
@@ -94,13 +95,14 @@ class BatchFunction(PlainFunction):
 
     streams = False
 
-    def __init__(self, stage: OmniStageConfig, model: str) -> None:
-        super().__init__(stage, model)
+    def __init__(self, stage: OmniStageConfig, model: str, function: Callable[..., Any] | None = None) -> None:
+        super().__init__(stage, model, function)
         self.batch_size = stage.runtime.max_batch_size or 8
         self.wrong_type = f"{stage.batch_function} must return dicts"
 
     def start(self) -> None:
-        self._function = resolve_dotted_path(str(self.stage.batch_function), "batch_function")
+        if self._function is None:
+            self._function = resolve_dotted_path(str(self.stage.batch_function), "batch_function")
 
     def window(self, state: StageRequest, sources: Sources) -> Any:
         return _value_of(self.windows([state], [sources])[0])
@@ -386,7 +388,8 @@ def _value_of(result: Any) -> Any:
 
 
 def make_stage_output(request: StageRequest, stage_id: int, values: dict[str, Any]) -> StageOutput:
-    """Sorts a function's values into the fields of a stage output."""
+    """Sorts a function's values into the fields of a stage output; arrays are tensors there."""
+    values = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
     text = values.get("text")
     return StageOutput(
         request_id=request.request_id,

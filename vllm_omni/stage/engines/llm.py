@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm_omni.control import (
     AddLoRA,
     CollectiveRPC,
+    CommitWeights,
+    DropWeights,
     Freeze,
     ResetEncoderCache,
     ResetMMCache,
@@ -26,6 +29,7 @@ from vllm_omni.control import (
     Sleep,
     StartProfile,
     StopProfile,
+    UpdateWeightVersion,
     Verb,
     WakeUp,
 )
@@ -46,6 +50,7 @@ from vllm_omni.stage.engines.base import (
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
 from vllm_omni.stage.spec import RayWorkers
+from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
 
 MAX_RETRIES = 3
@@ -85,6 +90,7 @@ class LLMStageEngine(StageEngine):
         # The caller's process has the whole cache of preprocessed media. Of vLLM's two halves, in two processes, one
         # would lack what a refused request has left in the other.
         engine_args = engine_args | {"mm_processor_cache_gb": 0}
+        self._part = f"{engine_args['model_stage']}." if engine_args.get("model_stage") else ""
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
@@ -162,7 +168,37 @@ class LLMStageEngine(StageEngine):
                 return self._sleep_or_wake_up(verb)
             case CollectiveRPC():
                 return engine.collective_rpc(verb.method, verb.timeout, tuple(verb.args), verb.kwargs)
+            case DropWeights():
+                engine.collective_rpc("drop_weights")
+            case UpdateWeightVersion():
+                engine.set_weight_version(verb.new_version)
         return super().control(verb)
+
+    @cached_property
+    def _weight_folder(self) -> WeightFolder:
+        config = self._engine.vllm_config
+        if config.device_config.device_type != "cpu":
+            raise ValueError("the weights of a vLLM stage change while it runs on a CPU only; restart the pipeline")
+        if self.compiles_at_start():
+            raise ValueError("its compiled model keeps its weights; set enforce_eager: true")
+        return WeightFolder(config.model_config.model, config.model_config.revision, self._part)
+
+    def _load_weights(self, folder: Path) -> Callable[[], None]:
+        self._engine.collective_rpc("load_weights_beside", args=(str(folder),))
+
+        def commit() -> None:
+            self._engine.collective_rpc("commit_weights")
+            self._engine.reset_prefix_cache()
+            self._engine.reset_encoder_cache()
+
+        return commit
+
+    def _commit(self, verb: CommitWeights) -> None:
+        super()._commit(verb)
+        self._engine.set_weight_version(verb.weight_version)
+
+    def has_requests(self) -> bool:
+        return bool(self._requests)
 
     def _check_profiler(self) -> None:
         if self._engine.vllm_config.profiler_config.profiler is None:

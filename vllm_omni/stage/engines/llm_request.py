@@ -359,4 +359,5 @@ def _as_completion(completion: CompletionOutput) -> Completion:
         logprobs=None if completion.logprobs is None else [dict(position) for position in completion.logprobs],
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
+        weight_versions=completion.weight_versions,
     )

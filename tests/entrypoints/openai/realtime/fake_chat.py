@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.entrypoints.openai.small_apps import make_app
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
@@ -60,6 +61,8 @@ class FakeChat:
             stage=SimpleNamespace(transcription_prompt="Transcribe."),
             renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
             check_admission=lambda: None,
+            model_config=SimpleNamespace(max_model_len=1024),
+            default_sampling_params={},
         )
         self.asr_stage = None if hears else FakeASRStage()
         self.requests: list[Any] = []
@@ -98,6 +101,6 @@ def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
     app = make_app(**{"allowed_local_media_path": "", "allowed_media_domains": None, **flags})
     app.include_router(router)
     app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
-    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args)  # type: ignore[arg-type]
+    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, Sessions(app.state.args))  # type: ignore[arg-type]
     chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
     return app

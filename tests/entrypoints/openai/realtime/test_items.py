@@ -79,6 +79,7 @@ def test_a_picture_is_fetched_once(tmp_path: Path) -> None:
 
 def test_more_pictures_than_the_model_reads() -> None:
     async def main(session: Session) -> None:
+        await session.configure(truncation="disabled")
         items = [await create(session, image(PICTURE)) for _ in range(MAX_PARTS["image"])]
         await session.connection.conversation.item.create(item=user(image(PICTURE)))
         assert "reads 2 images at once" in (await session.error()).message

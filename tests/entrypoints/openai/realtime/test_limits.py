@@ -116,6 +116,7 @@ def test_seconds_of_sound(realtime_app: FastAPI) -> None:
 
 def test_bytes_of_texts(realtime_app: FastAPI) -> None:
     async def main(session: Session) -> None:
+        await session.configure(truncation="disabled")
         item = await session.say("x" * 800)
         content: Any = [{"type": "input_text", "text": "x" * 800}]
         await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})

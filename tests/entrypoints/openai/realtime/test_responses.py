@@ -354,7 +354,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0]"),
     ({"tool_choice": {"type": "function", "name": "a"}}, "tool_choice"),
     ({"model": "another"}, "model"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": {"type": "retention_ratio", "retention_ratio": 1.5}}, "truncation.retention_ratio"),
+    ({"truncation": {"type": "retention_ratio", "retention_ratio": 1, "token_limits": {"post_instructions": 2000}}},
+     "truncation.token_limits.post_instructions"),
     ({"prompt": {"id": "a"}}, "prompt"),
 ]  # fmt: skip
 

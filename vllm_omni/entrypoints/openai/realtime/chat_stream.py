@@ -90,6 +90,7 @@ async def deltas_of(
     sounds: Iterable[Sound],
     pictures: Iterable[Picture] = (),
     count_unread: Callable[[int], None] | None = None,
+    fit_prompt: Any = None,
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
 
@@ -99,6 +100,7 @@ async def deltas_of(
         client: See `SessionContext`.
         sounds, pictures: Those whose addresses its messages have.
         count_unread: See `AsyncOmniLLM.generate`.
+        fit_prompt: See `RequestContext`.
 
     Raises:
         ChatError: The request was refused, or failed.
@@ -106,7 +108,7 @@ async def deltas_of(
     context = RequestContext.start(client)
     context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
     context.kept_files = {picture.address: picture.file for picture in pictures}
-    context.count_unread = count_unread
+    context.count_unread, context.fit_prompt = count_unread, fit_prompt
     try:
         answer = await chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai.types.realtime import RealtimeSessionCreateRequest
@@ -22,6 +23,9 @@ from vllm_omni.entrypoints.openai.voices import DEFAULT_VOICE
 
 Values = dict[str, Any]
 
+_DEFAULT_OUTPUT_TOKENS = 4096
+"""Left for an answer without a limit, as OpenAI's models, but at most a quarter of the context."""
+
 _UNSUPPORTED = {
     "prompt": "send the text as instructions",
     "reasoning": "the model's chat template decides how it reasons",
@@ -33,6 +37,32 @@ _TRANSCRIPTION_SETTINGS = {"language": "an ISO 639-1 code", "prompt": "at most 4
 _RESPONSE_FIELDS = (
     "instructions", "output_modalities", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLimits:
+    """What a prompt of the model may have.
+
+    Attributes:
+        max_model_len: Tokens of a prompt and its answer.
+        max_tokens: Of an answer by default; None: no limit.
+        max_parts: Media by type, `audio` and `image`; a type that is not there has no limit.
+    """
+
+    max_model_len: int
+    max_tokens: int | None = None
+    max_parts: Mapping[str, int] = field(default_factory=dict)
+
+    def max_input_tokens(self, max_output_tokens: int | str) -> int:
+        """Tokens of a prompt that leaves room for an answer.
+
+        Args:
+            max_output_tokens: Of the answer, or `inf`.
+        """
+        room = self.max_tokens if max_output_tokens == "inf" else int(max_output_tokens)
+        if room is None:
+            room = min(_DEFAULT_OUTPUT_TOKENS, self.max_model_len // 4)
+        return self.max_model_len - min(room, self.max_model_len // 2)
 
 
 class SessionRules:
@@ -49,6 +79,11 @@ class SessionRules:
         self.speaks = "audio" in client.config.output_types
         self.accepts_audio = accepts_audio(client)
         self.max_images = min(max_media_parts, max_parts(client, "image"))
+        self.prompt_limits = PromptLimits(
+            max_model_len=client.model_config.max_model_len,
+            max_tokens=client.default_sampling_params.get("max_tokens"),
+            max_parts={"audio": max_parts(client, "audio"), "image": self.max_images},
+        )
 
     def default(self, model: str) -> Values:
         """The configuration of a new session, without id: OpenAI's, as far as the model and the installation go."""
@@ -63,7 +98,7 @@ class SessionRules:
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "max_output_tokens": "inf",
-            "truncation": "disabled",
+            "truncation": "auto",
             "tracing": None,
             "prompt": None,
             "include": None,
@@ -95,11 +130,8 @@ class SessionRules:
         for name, reason in _UNSUPPORTED.items():
             if given.get(name):
                 raise EventError(f"{name} is not supported: {reason}", f"{at}.{name}")
-        if given.get("truncation", "disabled") != "disabled":
-            raise EventError(
-                "the server does not shorten conversations; delete items, or set truncation to disabled",
-                f"{at}.truncation",
-            )
+        if isinstance(truncation := given.get("truncation"), Mapping):
+            self._check_truncation(truncation, f"{at}.truncation")
         merged = _merged(values, {name: value for name, value in given.items() if name not in ("type", "model")})
         self._check(merged, at)
         self._complete_input(merged["audio"]["input"], f"{at}.audio.input")
@@ -139,6 +171,17 @@ class SessionRules:
             self._voices.read(voice, "voice")
         except VLLMValidationError as error:
             raise EventError(str(error.args[0]), f"{at}.audio.output.voice") from error
+
+    def _check_truncation(self, truncation: Mapping[str, Any], at: str) -> None:
+        if not 0.0 <= truncation["retention_ratio"] <= 1.0:
+            raise EventError("retention_ratio must be from 0 to 1", f"{at}.retention_ratio")
+        limit = (truncation.get("token_limits") or {}).get("post_instructions")
+        if limit is not None and not 1 <= limit <= self.prompt_limits.max_model_len:
+            length = self.prompt_limits.max_model_len
+            raise EventError(
+                f"post_instructions must be from 1 to {length}, the model's context",
+                f"{at}.token_limits.post_instructions",
+            )
 
     def _check_tools(self, values: Values, at: str) -> None:
         for i, tool in enumerate(values["tools"]):

@@ -114,6 +114,7 @@ class Item:
         made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
             `spoken_length` of its text.
         sent_ms: What of it the client has got.
+        is_read: Whether responses read it; not, once it has left a prompt that was too long.
         share: Of the budget, for its texts; None: it is not counted.
     """
 
@@ -124,6 +125,7 @@ class Item:
     made_ms: float = 0.0
     text_length: int = 0
     sent_ms: float = 0.0
+    is_read: bool = True
     share: SessionShare | None = None
 
     @property
@@ -298,6 +300,21 @@ class Conversation:
     def last_id(self) -> str | None:
         return self._items[-1].id if self._items else None
 
+    def read_items(self) -> list[Item]:
+        """What responses read: neither items that have left the prompt nor the results of such calls."""
+        left = [item for item in self._items if not item.is_read]
+        return without_outputs_of(left, [item for item in self._items if item.is_read])
+
+    def turn(self, item: Item) -> list[Item]:
+        """An item and those after it that belong to its turn."""
+        start = self._index(item.id, "item_id")
+        end = next((i for i in range(start + 1, len(self)) if is_turn_start(self._items[i])), len(self))
+        return self._items[start:end]
+
+    @property
+    def oldest(self) -> Item | None:
+        return self._items[0] if self._items else None
+
     @property
     def seconds(self) -> float:
         """The length of all sounds."""
@@ -340,14 +357,20 @@ class Conversation:
         """Raises as `get`."""
         del self._items[self._index(item_id, "item_id")]
 
-    def keep_newest_sounds(self, limit_s: float, newest: Item) -> list[Item]:
+    def keep_newest_sounds(self, limit_s: float, newest: Item, *, whole_turns: bool) -> list[Item]:
         """Drops the oldest sounds until `limit_s` seconds are left, and returns those items that were removed whole,
-        since their texts are not known. Not `newest`, wherever it was added."""
+        since their texts are not known. Not `newest`, wherever it was added.
+
+        Args:
+            whole_turns: Whether responses do not read what follows in the turn of a removed item either.
+        """
         removed = []
         for item in [item for item in self._items if item.seconds and item is not newest]:
             if self.seconds <= limit_s:
                 break
             if not item.drop_sounds():
+                for other in self.turn(item) if whole_turns else ():
+                    other.is_read = False
                 self.delete(item.id)
                 removed.append(item)
         return removed
@@ -371,6 +394,22 @@ class Conversation:
             if item.id == item_id:
                 return i
         raise EventError(f"there is no item {item_id!r}", param, code)
+
+
+def is_turn_start(item: Item) -> bool:
+    """Whether a turn starts with it: each message of the user or the system, which answers and calls follow."""
+    return item.data["type"] == "message" and item.data["role"] != "assistant"
+
+
+def is_call_output(item: Item) -> bool:
+    """Whether it is the result of a function call."""
+    return item.data["type"] == "function_call_output"
+
+
+def without_outputs_of(left: Iterable[Item], items: Iterable[Item]) -> list[Item]:
+    """Items without the results of function calls that are among others: no result is read without its call."""
+    calls = {item.data["call_id"] for item in left if item.data["type"] == "function_call"}
+    return [item for item in items if not (is_call_output(item) and item.data["call_id"] in calls)]
 
 
 def to_messages(instructions: str, items: Iterable[Item]) -> list[Message]:

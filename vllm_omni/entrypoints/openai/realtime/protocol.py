@@ -6,7 +6,7 @@ Knows what an event may hold, not what a session does with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from openai.types.realtime import (
@@ -30,6 +30,7 @@ from openai.types.realtime import (
 )
 from openai.types.realtime.response_item_reference import ResponseItemReference
 from pydantic import BaseModel, ValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.utils import random_uuid
 
 from vllm_omni.config.utils import nearest
@@ -106,13 +107,26 @@ def read_event(text: str | bytes, max_values: int = RealtimeLimits.max_realtime_
     Raises:
         EventError: It is not one; names the field.
     """
+    return _read_with(_read, text, max_values)
+
+
+def read_event_of(text: str | bytes, max_values: int, known: Mapping[str, type[BaseModel]]) -> Any:
+    """An event of another API, of one of these types. Raises as `read_event`."""
+
+    def read(data: dict[str, Any]) -> Any:
+        return _validate(_type_of(data, known), data, ())
+
+    return _read_with(read, text, max_values)
+
+
+def _read_with(read: Callable[[dict[str, Any]], Any], text: str | bytes, max_values: int) -> Any:
     data = _decode(text, max_values)
     event_id = data.get("event_id")
     try:
         if event_id is not None and not isinstance(event_id, str):
             event_id = None
             raise EventError("event_id must be a string", "event_id", "invalid_type")
-        return _read(data)
+        return read(data)
     except EventError as error:
         error.event_id = event_id
         raise
@@ -134,16 +148,21 @@ def _read(data: dict[str, Any]) -> Any:
     event_type = data.get("type")
     if event_type == SESSION_UPDATE:
         return _SessionUpdate(event_id=data.get("event_id"), session=read_session(_take(data, "session"), ("session",)))
-    model = _EVENTS.get(event_type) if isinstance(event_type, str) else None
-    if model is None:
-        known = [*_EVENTS, SESSION_UPDATE]
-        name = str(event_type)[:_MAX_NAME]
-        raise EventError(f"unknown event type {name!r}{nearest(name, known)} (known: {', '.join(known)})", "type")
+    model = _type_of(data, {**_EVENTS, SESSION_UPDATE: _SessionUpdate})
     if model is ConversationItemCreateEvent:
         data = {**data, "item": read_item(_take(data, "item"), ("item",))}
     if model is ResponseCreateEvent and data.get("response") is not None:
         return _read_response_create(data)
     return _validate(model, data, ())
+
+
+def _type_of(data: dict[str, Any], known: Mapping[str, type[BaseModel]]) -> type[BaseModel]:
+    event_type = data.get("type")
+    model = known.get(event_type) if isinstance(event_type, str) else None
+    if model is None:
+        name = str(event_type)[:_MAX_NAME]
+        raise EventError(f"unknown event type {name!r}{nearest(name, known)} (known: {', '.join(known)})", "type")
+    return model
 
 
 class _SessionUpdate(BaseModel):
@@ -222,14 +241,28 @@ def _take(data: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _validate(model: type[Model], data: dict[str, Any], at: Path) -> Model:
-    try:
-        value = validator_of(model).validate_python(data)
-    except ValidationError as error:
-        raise _as_event_error(error, data, at) from error
-    except RecursionError as error:
-        raise EventError("the event is nested too deeply", _name(at) or None) from error
+    value = read_fields(model, data, at)
     _refuse_unknown(value, at)
     return value
+
+
+def read_fields(model: type[Model], data: dict[str, Any], at: Path) -> Model:
+    """An object of a type, which may keep fields that it does not have.
+
+    Args:
+        at: Where it is in the event.
+
+    Raises:
+        EventError: A field is wrong.
+    """
+    try:
+        return validator_of(model).validate_python(data)
+    except ValidationError as error:
+        raise _as_event_error(error, data, at) from error
+    except VLLMValidationError as error:
+        raise EventError(str(error.args[0]), _name((*at, error.parameter)) if error.parameter else None) from error
+    except RecursionError as error:
+        raise EventError("the event is nested too deeply", _name(at) or None) from error
 
 
 def _as_event_error(error: ValidationError, data: Any, at: Path) -> EventError:

@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
 from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
+from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta, UnsentQueue
 from vllm_omni.errors import PipelineFullError
 
@@ -58,6 +59,7 @@ class Response:
         conversation_id: str | None,
         metadata: dict[str, str] | None = None,
         turn: Item | None = None,
+        window: PromptWindow | None = None,
     ) -> None:
         """
         Args:
@@ -65,11 +67,12 @@ class Response:
             items: What the model reads.
             conversation: Gets the output items; None: a response that is out of band.
             turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
+            window: Shortens its prompt; None: one that is too long is an error.
         """
         self.id = new_id("resp")
         self.is_in_conversation = conversation is not None
         self.is_pending = turn is not None
-        self._turn = turn
+        self._turn, self._window = turn, window
         self._session, self._settings = session, settings
         self._conversation_id = conversation_id
         self._writer = ResponseWriter(session, self.id, conversation, settings["audio"]["output"])
@@ -182,7 +185,9 @@ class Response:
                 self._request.messages = self._messages()
             self._unsent.set(MAX_UNSENT_BYTES)  # That the chat keeps for its reader.
             unread = session.budget.share(session.client.client).set
-            deltas = deltas_of(session.chat, self._request, session.client, self._sounds, self._pictures, unread)
+            fit = None if self._window is None else self._window.render
+            media = self._sounds, self._pictures
+            deltas = deltas_of(session.chat, self._request, session.client, *media, unread, fit)
             async with aclosing(deltas) as answer:
                 async for delta in answer:
                     self._unsent.set(self._unsent.num_bytes + delta.num_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import describe_errors, error_response, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import describe_errors, to_http_error
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage, served_names
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.client_secrets import (
@@ -35,18 +34,17 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import (
     sent_key,
 )
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions, deny
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
 from vllm_omni.entrypoints.openai.realtime.session import Session
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, RequestLimits, ServerLimits, flag, limits_from
+from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import OmniError
 
 logger = logging.getLogger("vllm.omni.server")
 
 PATH = "/v1/realtime"
 
-_RETRY_S = 10
 _NUM_THREADS = 4  # That detect turns.
 _NO_CONVERSATION = "this model holds no conversation: it does not answer in text"
 
@@ -83,18 +81,15 @@ def can_converse(client: OmniEngineClient) -> bool:
 class ServingRealtime:
     """The handler of the sessions."""
 
-    def __init__(self, chat: OmniServingChat, state: State, args: Namespace) -> None:
+    def __init__(self, chat: OmniServingChat, state: State, args: Namespace, sessions: Sessions) -> None:
         self._secrets: ClientSecrets = state.client_secrets
         self._chat = chat
         self._model_names = served_names(state)
-        self._limits = limits_from(args, RealtimeLimits)
+        self._sessions = sessions
         self._rules = SessionRules(chat.client, chat.asr_stage, limits_from(args, RequestLimits).max_media_parts)
         stage = final_stage(chat.client.config, "audio")
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
         self._media = MediaFetcher(chat.client, args)
-        self._num_sessions: Counter[bytes | str] = Counter()
-        self._budget = SessionBudget(self._limits)
-        self._send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
         # Their own: minutes of sound that several clients send at once would take all threads of the event loop.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "realtime")
 
@@ -118,27 +113,7 @@ class ServingRealtime:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Runs a session until it ends."""
-        client = RequestContext.of(websocket).client
-        if (reason := self._is_full(client)) is not None:
-            headers = {"Retry-After": str(_RETRY_S)}
-            await _deny(websocket, f"{reason}; try again later", HTTPStatus.TOO_MANY_REQUESTS, headers)
-            return
-        self._num_sessions[client] += 1
-        try:
-            session = await self._open(websocket)
-            if session is not None:
-                await session.run()
-        finally:
-            self._num_sessions -= Counter([client])
-
-    def _is_full(self, client: bytes | str) -> str | None:
-        """Why the client may not open a session."""
-        limit, own = self._limits.max_realtime_sessions, self._limits.max_client_realtime_sessions
-        if self._num_sessions.total() >= limit:
-            return f"the server has {limit} sessions ({flag('max_realtime_sessions')})"
-        if self._num_sessions[client] >= (own := own or -(-limit // 2)):
-            return f"this key, or address, has {own} sessions ({flag('max_client_realtime_sessions')})"
-        return None
+        await self._sessions.serve(websocket, self._open)
 
     async def _open(self, websocket: WebSocket) -> Session | None:
         secret = self._secrets.find(sent_key(websocket.scope))
@@ -149,11 +124,11 @@ class ServingRealtime:
             if model is not None:
                 check_model(model, self._model_names)
         except VLLMNotFoundError as error:
-            await _deny(websocket, str(error), HTTPStatus.NOT_FOUND)
+            await deny(websocket, str(error), HTTPStatus.NOT_FOUND)
             return None
         except OmniError as error:
             answer = to_http_error(error)
-            await _deny(websocket, answer.message, answer.http_status, answer.headers)
+            await deny(websocket, answer.message, answer.http_status, answer.headers)
             return None
         offered = websocket.scope.get("subprotocols", ())
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
@@ -162,18 +137,11 @@ class ServingRealtime:
             self._chat,
             self._rules,
             values,
-            self._limits,
-            client=RequestContext.of(websocket),
+            self._sessions,
             sample_rate=self._sample_rate,
             threads=self._threads,
-            budget=self._budget,
             media=self._media,
-            send_timeout_s=self._send_timeout_s,
         )
-
-
-async def _deny(websocket: WebSocket, message: str, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
-    await websocket.send_denial_response(error_response(message, status, headers))
 
 
 router = APIRouter()
@@ -184,7 +152,7 @@ async def realtime(websocket: WebSocket) -> None:
     """A spoken conversation."""
     handler: ServingRealtime | None = websocket.app.state.omni_realtime
     if handler is None:
-        await _deny(websocket, _NO_CONVERSATION, HTTPStatus.BAD_REQUEST)
+        await deny(websocket, _NO_CONVERSATION, HTTPStatus.BAD_REQUEST)
     else:
         await handler.serve(websocket)
 

@@ -7,17 +7,13 @@ Events are handled one after the other; responses and transcriptions run beside 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from concurrent.futures import Executor
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 from openai.types.realtime import RealtimeResponseCreateParams
 from openai.types.realtime.response_item_reference import ResponseItemReference
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
@@ -34,32 +30,25 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
     decode_base64,
     read_item,
 )
+from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions
 from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
+from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
-from vllm_omni.errors import PipelineFullError
+from vllm_omni.entrypoints.openai.server_args import flag
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
-logger = logging.getLogger("vllm.omni.server")
-
 _MAX_RESPONSES = 16  # At once.
 _MAX_ITEMS = 10_000
-_EXPIRED, _IDLE, _FAILED = 1001, 1000, 1011  # WebSocket close codes.
 
 
-class Session:
-    """One session, from its first event to its end. `run` it once.
-
-    Attributes:
-        id: Its id.
-    """
+class Session(EventSession):
+    """One session. `run` it once."""
 
     def __init__(
         self,
@@ -67,54 +56,40 @@ class Session:
         chat: OmniServingChat,
         rules: SessionRules,
         values: Values,
-        limits: RealtimeLimits,
+        sessions: Sessions,
         *,
-        client: RequestContext,
         sample_rate: int,
         threads: Executor,
-        budget: SessionBudget,
         media: MediaFetcher,
-        send_timeout_s: float,
     ) -> None:
         """
         Args:
             websocket: An accepted connection.
             values: The configuration that it starts with.
-            client: See `SessionContext`.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
-            budget: Counts what it holds.
             media: Reads the images of items.
-            send_timeout_s: How long an event may wait until the client has taken those before it.
         """
-        self.id = new_id("sess")
-        self._websocket, self._rules, self._limits = websocket, rules, limits
-        self._media, self._send_timeout_s = media, send_timeout_s
-        self._chat, self._client, self._threads = chat, client, threads
-        self._expires_at = time.time() + limits.max_realtime_session_s  # For the client: a clock may be set.
-        self._deadline = time.monotonic() + limits.max_realtime_session_s
-        self._budget = budget
-        self._event_share, self._buffer_share = budget.share(client.client), budget.share(client.client)
-        self._arriving_share = budget.share(client.client)
+        super().__init__(websocket, sessions)
+        self._rules, self._media, self._chat, self._threads = rules, media, chat, threads
+        self._buffer_share = self._budget.share(self._client.client)
         self._conversation, self._conversation_id = Conversation(), new_id("conv")
         self._context = SessionContext(
             send=self._send,
             chat=chat,
-            client=client,
+            client=self._client,
             sample_rate=sample_rate,
-            lead_s=limits.realtime_lead_s,
-            budget=budget,
+            lead_s=self._limits.realtime_lead_s,
+            budget=self._budget,
         )
         self._responses: dict[str, Response] = {}
         self._transcriptions = InputTranscriptions(self._context, values["model"])
-        self._runner: asyncio.Task[Any] | None = None
-        self._ended_by: Literal["error", "unread event"] | None = None
         self._turn_id: str | None = None  # The id of the item that is spoken.
         self._paused_ms: int | None = None  # Its last pause.
         self._idle = IdleTimeout()
         self._values: Values = {}
         self._configure(values)
-        self._handlers: dict[str, Callable[[Any], Awaitable[None]]] = {
+        self._handlers = {
             "session.update": self._update,
             "input_audio_buffer.append": self._append,
             "input_audio_buffer.commit": self._commit,
@@ -127,117 +102,23 @@ class Session:
             "response.cancel": self._cancel_response,
         }
 
-    async def run(self) -> None:
-        """Handles events until the client disconnects or a limit is reached; aborts what still runs."""
-        self._runner = asyncio.current_task()
-        self._client.count_arriving = self._arriving_share.set
-        try:
-            await self._send("session.created", session=self._session())
-            while (text := await self._receive()) is not None:
-                await self._handle(text)
-        except WebSocketDisconnect:
-            pass
-        except asyncio.CancelledError:
-            if self._ended_by is None:
-                raise
-            if self._ended_by == "error":
-                await self._close(_FAILED, "internal error")
-        finally:
-            try:
-                await self._abort()
-            finally:
-                self._release()
-
     async def _abort(self) -> None:
         await asyncio.gather(*(response.close() for response in self._responses.values()), self._transcriptions.close())
 
     def _release(self) -> None:
         """Drops what it holds, which refers to it in circles."""
-        self._client.count_arriving = None
         self._conversation.clear()
         self._buffer.clear()
-        for share in (self._event_share, self._buffer_share, self._arriving_share):
-            share.release()
+        self._buffer_share.release()
 
-    async def _receive(self) -> str | bytes | None:
-        """The next message; None when the session has expired."""
-        idle_s, left_s = self._limits.realtime_idle_timeout_s, self._deadline - time.monotonic()
-        message = None
-        while message is None:
-            try:
-                message = await asyncio.wait_for(self._websocket.receive(), max(0.0, min(idle_s, left_s)))
-            except TimeoutError:
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0:
-                    await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)
-                    return None
-                if not self._responses:
-                    await self._expire(f"no event for {idle_s:g} s ({flag('realtime_idle_timeout_s')})", _IDLE)
-                    return None
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", 1005))
-        return message.get("text") or message.get("bytes") or ""
+    def _read_event(self, text: str | bytes) -> Any:
+        return read_event(text, self._limits.max_realtime_message_values)
 
-    async def _expire(self, reason: str, code: int) -> None:
-        await self._abort()
-        await self._send_error(EventError(f"the session has ended: {reason}", code="session_expired"))
-        await self._close(code, "session expired")
+    def _is_busy(self) -> bool:
+        return bool(self._responses)
 
-    async def _handle(self, text: str | bytes) -> None:
-        try:
-            self._event_share.set(len(text))
-            event = read_event(text, self._limits.max_realtime_message_values)
-        except EventError as error:
-            await self._send_error(error)
-        except PipelineFullError as error:
-            await self._send_error(_full(error))
-        else:
-            await self._attempt(self._handlers[event.type](event), event.event_id)
-        finally:
-            self._event_share.release()
-            self._buffer_share.set(min(self._buffer.num_bytes, self._buffer_share.num_bytes))
-
-    async def _attempt(self, step: Awaitable[None], event_id: str | None) -> None:
-        try:
-            await step
-        except (EventError, PipelineFullError) as error:
-            refusal = error if isinstance(error, EventError) else _full(error)
-            refusal.event_id = event_id
-            await self._send_error(refusal)
-
-    async def _send(self, event_type: str, **fields: Any) -> None:
-        """Sends an event; it has the fields as they are now."""
-        data = msgspec.json.encode({"type": event_type, "event_id": new_id("event"), **fields}).decode()
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._websocket.send_text(data)
-        except TimeoutError as error:
-            if asyncio.current_task() is not self._runner:
-                self._end("unread event")
-            raise WebSocketDisconnect(1006, "the client does not read") from error
-
-    async def _close(self, code: int, reason: str) -> None:
-        with suppress(TimeoutError, WebSocketDisconnect):
-            async with asyncio.timeout(self._send_timeout_s):
-                await self._websocket.close(code, reason)
-
-    async def _send_error(self, error: EventError) -> None:
-        await self._send("error", error=error.as_dict())
-
-    def _watch(self, task: asyncio.Task[None]) -> None:
-        """A task that failed ends the session, whose client would wait."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
-                logger.error("a realtime session failed", exc_info=error)
-                self._end("error")
-
-        task.add_done_callback(ended)
-
-    def _end(self, reason: Literal["error", "unread event"]) -> None:
-        assert self._runner is not None
-        self._ended_by = reason
-        self._runner.cancel()
+    def _after_event(self) -> None:
+        self._buffer_share.set(min(self._buffer.num_bytes, self._buffer_share.num_bytes))
 
     # The session.
 
@@ -287,6 +168,20 @@ class Session:
             await self._answer_silence()
         elif self._idle.start_ms is None:
             self._buffer.keep_last(self._detector.num_kept_ms)
+
+    @property
+    def _truncates(self) -> bool:
+        return self._values["truncation"] != "disabled"
+
+    async def _make_room(self, num_chars: int = 0) -> None:
+        """Deletes the oldest turns until there is room for one more item, unless truncation is disabled."""
+        limit = self._limits.max_realtime_text_bytes
+        while self._truncates and num_chars <= limit and (oldest := self._conversation.oldest):
+            if len(self._conversation) < _MAX_ITEMS and self._conversation.num_chars + num_chars <= limit:
+                return
+            for item in self._conversation.turn(oldest):
+                self._conversation.delete(item.id)
+                await self._send("conversation.item.deleted", item_id=item.id)
 
     def _check_room(self, param: str, *, seconds: float = 0.0, num_chars: int = 0) -> None:
         if len(self._conversation) >= _MAX_ITEMS:
@@ -359,12 +254,14 @@ class Session:
                 f"{1000 * MIN_TURN_S:.0f} ms",
                 code="input_audio_buffer_commit_empty",
             )
-        self._check_room("audio")
+        if not self._truncates:
+            self._check_room("audio")
         await self._commit_sound(self._buffer.take(), self._turn_id or new_id("item"))
 
     async def _commit_sound(self, sound: Sound, item_id: str) -> Item:
         self._turn_id = self._paused_ms = None
         self._idle.stop()
+        await self._make_room()
         content = [{"type": "input_audio", "transcript": None}]
         data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
         item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
@@ -387,10 +284,13 @@ class Session:
         item = read_item(event.item, self._buffer.format, self._rules.asr_settings(self._values), "item")
         if item.sounds and not self._rules.accepts_audio:
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
+        await self._make_room(item.num_chars_kept)
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
         item.count(self._budget, self._client.client)
-        await self._read_images(item, sum(len(other.images) for other in self._conversation), "item")
+        others: Iterable[Item] = () if self._truncates else self._conversation
+        await self._read_images(item, sum(len(other.images) for other in others), "item")
         if item.pictures:
+            await self._make_room(item.num_chars_kept)
             self._check_room("item.content", num_chars=item.num_chars_kept)
         await self._add(item, event.previous_item_id)
 
@@ -417,7 +317,9 @@ class Session:
         previous = self._conversation.add(item, previous_id)
         await self._send("conversation.item.added", previous_item_id=previous, item=item.data)
         await self._send("conversation.item.done", previous_item_id=previous, item=item.data)
-        for unknown in self._conversation.keep_newest_sounds(self._limits.max_realtime_audio_s, item):
+        for unknown in self._conversation.keep_newest_sounds(
+            self._limits.max_realtime_audio_s, item, whole_turns=self._truncates
+        ):
             await self._send("conversation.item.deleted", item_id=unknown.id)
 
     async def _retrieve_item(self, event: Any) -> None:
@@ -455,7 +357,8 @@ class Session:
         if len(self._responses) >= _MAX_RESPONSES:
             raise EventError(f"a session runs at most {_MAX_RESPONSES} responses at once", code="too_many_responses")
         settings = self._rules.for_response(self._values, params)
-        items = list(self._conversation)
+        items = self._conversation.read_items() if self._truncates else list(self._conversation)
+        has_own_input = params is not None and params.input is not None
         if params is not None and params.input is not None:
             asr_settings = self._rules.asr_settings(self._values)
             items = self._conversation.select(params.input, self._buffer.format, asr_settings)
@@ -465,6 +368,10 @@ class Session:
                     item.count(self._budget, self._client.client)
                     await self._read_images(item, num_images, f"response.input[{i}]")
                 num_images += len(item.images)
+        window = None
+        if self._truncates:
+            lasts = in_conversation and not has_own_input
+            window = PromptWindow(settings, items, self._rules.prompt_limits, lasts=lasts)
         try:
             response = Response(
                 self._context,
@@ -474,6 +381,7 @@ class Session:
                 self._conversation_id if in_conversation else None,
                 None if params is None else params.metadata,
                 turn,
+                window,
             )
         except (VLLMClientError, ValueError) as error:
             raise EventError(f"the response cannot be made: {error}", "response") from error
@@ -500,7 +408,3 @@ class Session:
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )
-
-
-def _full(error: PipelineFullError) -> EventError:
-    return EventError(str(error), code="memory_limit_exceeded")

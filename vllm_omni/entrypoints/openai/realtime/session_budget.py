@@ -9,6 +9,7 @@ its client has not read. Knows none of these.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter, deque
 from typing import Any
@@ -17,6 +18,8 @@ from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
 from vllm_omni.errors import PipelineFullError
 
 _RETRY_S = 10.0
+_COLLECT_EVERY_S = 10.0
+"""At most: to look for cycles takes the event loop a part of a second, and a client may be refused often."""
 
 
 class SessionBudget:
@@ -27,6 +30,7 @@ class SessionBudget:
         self._max_client_bytes = limits.max_client_realtime_bytes or -(-self._max_bytes // 2)
         self._num_bytes: Counter[bytes | str] = Counter()
         self._freed: deque[SessionShare] = deque()
+        self._collected = -_COLLECT_EVERY_S
 
     @property
     def num_bytes(self) -> int:
@@ -53,13 +57,19 @@ class SessionBudget:
         """
         self._take_back_freed()
         if num_bytes > 0 and self._refusal(client, num_bytes):
-            gc.collect()  # Items in a cycle, such as that of an error.
-            self._take_back_freed()
+            self._collect()
             if refusal := self._refusal(client, num_bytes):
                 raise PipelineFullError(f"{refusal}; delete items, or try again later", _RETRY_S)
         self._num_bytes[client] += num_bytes
         if not self._num_bytes[client]:
             del self._num_bytes[client]
+
+    def _collect(self) -> None:
+        """Frees items in a cycle, such as that of an error."""
+        if (now := time.monotonic()) - self._collected >= _COLLECT_EVERY_S:
+            self._collected = now
+            gc.collect()
+            self._take_back_freed()
 
     def _refusal(self, client: bytes | str, num_bytes: int) -> str | None:
         if self._num_bytes[client] + num_bytes > self._max_client_bytes:

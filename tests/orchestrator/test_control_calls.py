@@ -10,30 +10,31 @@ from tests.clock import Clock
 from tests.orchestrator.pipelines import FAR, TIMEOUT_S, error_of, fake_stage, make_config, texts
 from tests.orchestrator.test_failure import wait_until
 from tests.orchestrator.test_limits import STAGES, running
-from vllm_omni.control import AnyVerb, CollectiveRPC, Freeze, ResetMMCache, Thaw
-from vllm_omni.distributed.messages import ControlMessage, ControlResult
+from vllm_omni.control import AnyVerb, CollectiveRPC, CommitWeights, Freeze, ResetMMCache, Thaw
+from vllm_omni.distributed.messages import AbortMessage, ControlMessage, ControlResult
 from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError, RequestAbortedError
 from vllm_omni.launch.fake import FakeStage
+from vllm_omni.launch.spec_factory import StageWeights
 from vllm_omni.metrics.stats import StageState
-from vllm_omni.orchestrator import operations as operations_module
-from vllm_omni.orchestrator.operations import Operations
+from vllm_omni.orchestrator import control_calls as module
+from vllm_omni.orchestrator.control_calls import ControlCalls
 
 CALL = CollectiveRPC(method="count")
 
 
 class Stages:
-    """Operations of stage a with two replicas and stage b, which are fakes."""
+    """Calls of stage a with two replicas and stage b, which are fakes."""
 
     def __init__(self) -> None:
         config = make_config(fake_stage(0, "a", replicas=2), fake_stage(1, "b", (0,), "text"))
         self.log: list[tuple[str, Any]] = []
         self.stages = {i: FakeStage(replica, self.log) for i, replica in config.instances.items()}
         self.first, self.b, self.second = (self.stages[i] for i in sorted(self.stages))
-        self.operations = Operations(self.stages)
+        self.calls = ControlCalls(self.stages)
 
     def ask(self, verb: AnyVerb, *stage_ids: int, timeout: float = FAR) -> Future[list[Any]]:
         result: Future[list[Any]] = Future()
-        self.operations.call(verb, stage_ids, timeout, result)
+        self.calls.call(verb, stage_ids, timeout, result)
         return result
 
     def take(self) -> list[tuple[str, AnyVerb]]:
@@ -44,8 +45,8 @@ class Stages:
 
     def answer(self, stage: FakeStage, **result: Any) -> None:
         """The answer of a stage to the verb that runs."""
-        message = ControlResult(instance_id=stage.instance_id, number=self.operations._number, **result)
-        self.operations.on_result(stage, message)
+        message = ControlResult(instance_id=stage.instance_id, number=self.calls._number, **result)
+        self.calls.on_result(stage, message)
 
 
 @pytest.fixture
@@ -88,12 +89,12 @@ def test_a_stage_that_cannot_is_named_and_the_next_verb_begins(
 
 def test_a_stage_that_dies_fails_the_verb_that_it_was_told(stages: Stages) -> None:
     first, second = stages.ask(CALL, 0), stages.ask(CALL, 1)
-    late = ControlResult(instance_id=stages.second.instance_id, number=stages.operations._number)
+    late = ControlResult(instance_id=stages.second.instance_id, number=stages.calls._number)
     stages.first.on_death("killed")
-    stages.operations.on_stage_down(stages.first)
+    stages.calls.on_stage_down(stages.first)
     with pytest.raises(ControlError, match=r"stage 0 \(a\.0\) died before it had done it: killed"):
         first.result(0)
-    stages.operations.on_result(stages.second, late)
+    stages.calls.on_result(stages.second, late)
     assert not second.done()
     stages.answer(stages.b)
     assert second.done()
@@ -109,16 +110,16 @@ def test_a_stage_that_restarts_is_named_and_nothing_is_sent(stages: Stages) -> N
 
 def test_a_deadline_counts_from_the_begin(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(operations_module, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     first, second = stages.ask(CALL, 0, timeout=5), stages.ask(CALL, 1, timeout=5)
     stages.answer(stages.first)
     clock.now += 5
-    assert stages.operations.due == clock.now
-    stages.operations.on_timer(clock.now)
+    assert stages.calls.due == clock.now
+    stages.calls.on_timer(clock.now)
     with pytest.raises(ControlError, match=r"stage 0 \(a\.1\) did not answer in time"):
         first.result(0)
-    stages.operations.on_timer(clock.now)
-    assert not second.done() and stages.operations.due == clock.now + 5
+    stages.calls.on_timer(clock.now)
+    assert not second.done() and stages.calls.due == clock.now + 5
 
 
 def test_a_replica_that_starts_is_frozen_as_the_others_are(stages: Stages) -> None:
@@ -130,17 +131,44 @@ def test_a_replica_that_starts_is_frozen_as_the_others_are(stages: Stages) -> No
     assert result.result(0) == [None, None]
 
     stages.second.state = StageState.READY
-    stages.operations.on_stage_up(stages.second)
+    stages.calls.on_stage_up(stages.second)
     assert stages.take() == [("a.1", Freeze())]
     stages.ask(Thaw(), 0, 1)
     stages.take()
-    stages.operations.on_stage_up(stages.second)
+    stages.calls.on_stage_up(stages.second)
     assert stages.take() == []
+
+
+def test_a_stage_that_dies_of_a_commit_gets_the_weights_in_its_next_process(stages: Stages) -> None:
+    """The others have them already, although the verb has failed."""
+    seen: list[tuple[str, bool]] = []
+    weights: dict[int, StageWeights] = {}
+    stages.calls = ControlCalls(
+        stages.stages, weights, lambda stage: seen.append((stage.label, stages.calls.has_weights(stage)))
+    )
+    result = stages.ask(CommitWeights(weights_path="/new", weight_version="2"), 0)
+    number = stages.calls._number
+    stages.first.on_death("killed")
+    stages.calls.on_stage_down(stages.first)
+    with pytest.raises(ControlError, match=r"CommitWeights: stage 0 \(a\.0\) died before it had done it"):
+        result.result(0)
+    assert weights == {0: StageWeights("2", "/new")} and not stages.calls.has_weights(stages.first)
+    late = ControlResult(instance_id=stages.second.instance_id, number=number, weight_version="2")
+    stages.calls.on_result(stages.second, late)
+    assert seen == [("stage 0 (a.1)", True)]
+
+
+def test_a_stage_without_the_weights_is_asked_to_update_them(stages: Stages) -> None:
+    stages.first.state = StageState.OUTDATED
+    stages.ask(CommitWeights(weights_path="/new", weight_version="2"), 0)
+    assert [name for name, _ in stages.take()] == ["a.0", "a.1"]
+    stages.first.send(AbortMessage(request_ids=["r"]))
+    assert stages.log == []
 
 
 def test_the_end_of_the_pipeline_ends_all_calls(stages: Stages) -> None:
     calls = [stages.ask(CALL, 0), stages.ask(CALL, 1)]
-    stages.operations.close("closed")
+    stages.calls.close("closed")
     for call in calls:
         with pytest.raises(PipelineClosedError, match="closed"):
             call.result(0)

@@ -8,14 +8,15 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_omni.control import AnyVerb, Freeze, Thaw
+from vllm_omni.control import AnyVerb, CommitWeights, DropWeights, Freeze, Thaw, UpdateWeightVersion
 from vllm_omni.distributed.messages import ControlMessage, ControlResult
 from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError
+from vllm_omni.launch.spec_factory import StageWeights
 from vllm_omni.launch.stage_handle import StageHandle
 
 
@@ -37,7 +38,7 @@ class _Call:
     answers: dict[int, ControlResult] = field(default_factory=dict)
 
 
-class Operations:
+class ControlCalls:
     """Sends verbs to replicas, one verb after the other, and gathers their answers.
 
     A replica that dies fails the verb that it was told. One that starts while the pipeline is frozen is frozen, too.
@@ -46,9 +47,21 @@ class Operations:
         is_frozen: The last of `Freeze` and `Thaw` was `Freeze`.
     """
 
-    def __init__(self, stages: Mapping[int, StageHandle]) -> None:
-        """`stages`: by instance id."""
+    def __init__(
+        self,
+        stages: Mapping[int, StageHandle],
+        weights: dict[int, StageWeights] | None = None,
+        on_weights: Callable[[StageHandle], None] = lambda stage: None,
+    ) -> None:
+        """
+        Args:
+            stages: By instance id.
+            weights: What their processes have to have, by stage id; changed with them.
+            on_weights: Called for a stage of which `has_weights` may have changed.
+        """
         self._stages = stages
+        self._weights = {} if weights is None else weights
+        self._on_weights = on_weights
         self._numbers = itertools.count(1)
         self._number = 0
         self._calls: deque[_Call] = deque()  # the first one runs
@@ -78,11 +91,13 @@ class Operations:
             self._number = next(self._numbers)
             if isinstance(call.verb, Freeze | Thaw):  # A replica that restarts follows when it is ready.
                 self.is_frozen = isinstance(call.verb, Freeze)
-                call.stages = [stage for stage in call.stages if stage.is_up]
-            down = next((stage for stage in call.stages if not stage.is_up), None)
+            if isinstance(call.verb, Freeze | Thaw | DropWeights):
+                call.stages = [stage for stage in call.stages if stage.does_verbs]
+            down = next((stage for stage in call.stages if not stage.does_verbs), None)
             if down is not None:
                 self._fail(f"{down.label} is {down.state.value}: nothing was done; try again when it is ready")
                 continue
+            self._set_weights(call)
             call.waiting = {stage.instance_id for stage in call.stages}
             for stage in call.stages:
                 stage.send(ControlMessage(number=self._number, verb=call.verb))
@@ -90,7 +105,24 @@ class Operations:
                 return
             self._calls.popleft().result.set_result([])
 
+    def _set_weights(self, call: _Call) -> None:
+        """Sets what processes have to have that start from now on: those that the verb does not reach die of it."""
+        for stage_id in {stage.stage_id for stage in call.stages}:
+            last = self._weights.get(stage_id, StageWeights())
+            match call.verb:
+                case CommitWeights():
+                    self._weights[stage_id] = StageWeights(call.verb.weight_version, call.verb.weights_path)
+                case UpdateWeightVersion():
+                    self._weights[stage_id] = replace(last, version=call.verb.new_version)
+
+    def has_weights(self, stage: StageHandle) -> bool:
+        """Whether its process has the weights that it has to have."""
+        return stage.weight_version == self._weights.get(stage.stage_id, StageWeights()).version
+
     def on_result(self, stage: StageHandle, message: ControlResult) -> None:
+        if message.weight_version != stage.weight_version:
+            stage.weight_version = message.weight_version
+            self._on_weights(stage)
         if message.number != self._number or not self._calls:
             return  # Of a verb that took too long, or of one that nobody waits for.
         call = self._calls[0]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of stages that are killed while callers listen: every stream is the undisturbed one, sample by sample."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from coloured_shapes.language import describe, random_scene
+from vllm_omni import ARSegmentEvent, CompletedEvent, OmniLLM
+
+pytestmark = pytest.mark.slow
+
+NUM_CALLERS = 8
+NUM_KILLS = 6
+"""Each stage twice; a stage may die five times in 300 s."""
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[OmniLLM]:
+    with OmniLLM("shapes") as llm:
+        yield llm
+
+
+def kill(llm: OmniLLM, name: str) -> None:
+    stages = llm._pipeline.orchestrator._supervisor.stages
+    (pid,) = [stage.process.pid for stage in stages if stage.process and stage.handle.instance.name == name]
+    os.kill(pid, signal.SIGKILL)
+
+
+def listen(llm: OmniLLM, conversations: list[list], victim: str | None = None, num_events: int = 0) -> list[tuple]:
+    """The streamed text and sound of each conversation. After some events a stage is killed."""
+    texts, sounds = [""] * len(conversations), [[] for _ in conversations]
+    for count, event in enumerate(llm.chat(conversations, stream=True)):
+        if victim and count == num_events:
+            kill(llm, victim)
+        if isinstance(event, ARSegmentEvent):
+            texts[event.prompt_index] += event.text
+            if "audio" in event.multimodal_output:
+                sounds[event.prompt_index].append(event.multimodal_output["audio"])
+        else:
+            assert isinstance(event, CompletedEvent), event
+            text, speech = event.outputs
+            assert texts[event.prompt_index] == text.outputs[0].text
+            assert torch.equal(torch.cat(sounds[event.prompt_index]), speech.multimodal_output["audio"])
+    return [(text, torch.cat(sound)) for text, sound in zip(texts, sounds, strict=True)]
+
+
+def test_no_stream_breaks(llm: OmniLLM) -> None:
+    dice = random.Random(0)
+    sentences = [f"Say: {describe(random_scene(dice))}" for _ in range(NUM_CALLERS)]
+    conversations = [[{"role": "user", "content": sentence}] for sentence in sentences]
+    expected = listen(llm, conversations)
+    num_events = sum(1 for event in llm.chat(conversations, stream=True) if isinstance(event, ARSegmentEvent))
+    names = [stage.name for stage in llm.health()]
+    for number in range(NUM_KILLS):
+        heard = listen(llm, conversations, names[number % len(names)], dice.randrange(num_events * 3 // 4))
+        for (text, sound), (expected_text, expected_sound) in zip(heard, expected, strict=True):
+            assert text == expected_text and sound.shape == expected_sound.shape
+            assert torch.allclose(sound, expected_sound, rtol=0.0, atol=1e-6), (
+                "which alone and in a batch differ by 4e-7"
+            )
+    assert sum(stage.num_restarts for stage in llm.health()) == NUM_KILLS

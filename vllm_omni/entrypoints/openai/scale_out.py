@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scale-out endpoints (`--enable-scale-out`): one server renders prompts, another makes tokens of them."""
+
+from collections.abc import AsyncGenerator
+
+from starlette.datastructures import State
+from starlette.requests import Request
+from vllm import SamplingParams
+from vllm.entrypoints.scale_out.token_in_token_out.mm_features import mm_kwargs_from_features
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateResponse
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.exceptions import VLLMValidationError
+
+from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat
+from vllm_omni.entrypoints.openai.http_errors import returned_error
+from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
+from vllm_omni.vllm_protocol import ErrorResponse
+
+PATHS = (
+    "/v1/chat/completions/render", "/v1/messages/render", "/v1/completions/render", "/v1/responses/render",
+    "/v1/chat/completions/derender", "/v1/completions/derender", "/inference/v1/generate",
+)  # fmt: skip
+
+
+class OmniServingTokens(OmniServing, ServingTokens):
+    """vLLM's, sampling as the stage is configured. Text only."""
+
+    async def serve_tokens(
+        self, request: GenerateRequest, raw_request: Request | None = None
+    ) -> GenerateResponse | ErrorResponse | AsyncGenerator[str, None]:
+        self.client.check_admission(request.sampling_params.n)
+        names = filter(request.is_sampling_param_provided, SamplingParams.__struct_fields__)
+        RequestContext.current().options = RequestOptions(explicit_fields=frozenset(names))
+        if request.features is not None:
+            try:
+                mm_kwargs_from_features(request.features)
+            except Exception as error:  # vLLM's decoder raises all kinds.
+                raise VLLMValidationError(f"features cannot be decoded: {error}", parameter="features") from error
+        return await super().serve_tokens(request, raw_request)
+
+
+def set_up(state: State) -> None:
+    """Puts ours in place of the handlers that vLLM has made. `openai_serving_chat` must be ours."""
+    chat: OmniServingChat = state.openai_serving_chat
+    state.serving_tokens = OmniServingTokens.from_vllm(state.serving_tokens)
+    state.serving_render.default_sampling_params = chat.default_sampling_params
+    state.serving_render.online_renderer = chat.online_renderer
+    for handler in (state.serving_render, state.serving_derender, state.serving_generative_scoring):
+        handler.create_error_response = returned_error

@@ -5,8 +5,10 @@ Rendering, tokenizing and multimodal preprocessing happen here, in the caller's 
 processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
 """
 
+import copy
 import dataclasses
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
@@ -102,6 +105,8 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.kind.params == "sampling"
         }
+        # A GPU's sampler has a kernel call for each request with a seed.
+        self._draws_seeds = current_platform.is_cpu() and config.runtime.restart.max_restarts > 0
 
     def build(
         self,
@@ -145,7 +150,7 @@ class RequestBuilder:
             with self.lock:
                 prompt = self._with_rendered_chat(_as_prompt(prompt))
                 stages, final_stages = self._build(
-                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}, text
+                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}, text, streams
                 )
                 decoders = self._make_decoders(stages, final_stages)
             self._set_priority(stages, priority)
@@ -256,12 +261,15 @@ class RequestBuilder:
         lora_request: LoRARequest | None,
         request_fields: Mapping[str, Any],
         text: TextInput | None,
+        streams: bool,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """The request of each stage, and the final stages."""
         start = self._named_stage(prompt)
         modalities = self._check_modalities(prompt.get("modalities"), start)
         given = self._params_by_stage(sampling_params_list)
         params = self._sampling_params(given)
+        if streams and self._draws_seeds:
+            params = {stage_id: _seeded(each) for stage_id, each in params.items()}
         stage_ids = self._config.stages_for(modalities, None if start is None else start.stage_id)
         diffusion = self._diffusion_requests(prompt, given, stage_ids, lora_request)
         if text is None:
@@ -549,6 +557,16 @@ def _check_messages(messages: Sequence[Any]) -> None:
         for part in () if content is None or isinstance(content, str) else content:
             if not isinstance(part, (str, Mapping)):
                 raise TypeError(f"{where}.content: a part is a string or a dict with a type, not {type(part).__name__}")
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, so that a stream can be made again if a process dies."""
+    if params.temperature == 0 or params.seed is not None:
+        return params
+    seeded = copy.copy(params)
+    seeded.seed = secrets.randbits(62)
+    vars(seeded).pop("sampling_type", None)  # which vLLM keeps
+    return seeded
 
 
 def _as_sampling_params(

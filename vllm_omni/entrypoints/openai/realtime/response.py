@@ -163,10 +163,12 @@ class Response:
                 raise
             self._status, self._details = "cancelled", {"type": "cancelled", "reason": self._cancel_reason}
         finally:
-            await end(reader)
-            self._deltas.clear()
-            self._early_speech.clear()
-            self._unsent.release()
+            try:
+                await end(reader)
+            finally:
+                self._deltas.clear()
+                self._early_speech.clear()
+                self._unsent.release()
         item_status = "completed" if self._status == "completed" else "incomplete"
         for output in self._outputs:
             await output.finish(item_status)

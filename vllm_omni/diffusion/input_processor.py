@@ -30,6 +30,7 @@ from vllm_omni.diffusion.request_settings import (
     check_values,
     draw_seeds,
     read_settings,
+    set_arguments,
 )
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
@@ -99,6 +100,10 @@ class DiffusionInputProcessor:
         if settings.strength is not None and not images and not media and self._info.takes_images:
             raise ValueError("strength needs an input image; give one, or remove strength")
         self._check_settings(settings, pipeline_class)
+        if self._is_first:
+            text = {"prompt": prompt.get("prompt")} if self._info.takes_prompt else {}
+            names = dict.fromkeys([*(["image"] if images else []), *media])
+            self._info.check_inputs({**text, **names, **set_arguments(settings), **settings.extra_args})
         check_limits(settings, pipeline_class, self._config)
         output_format = check_output_format(self._info.output_type, settings.output_format)
         self._check_adapter(lora_request)

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.modular import ModularPipelineInfo
 from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.pipeline_settings import (
@@ -100,7 +101,12 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}
-    empty = [_without_weights(model, name, cls, config, device) for name, cls in modules.items()]
+    if isinstance(info, ModularPipelineInfo):
+        places = {name: (str(s.pretrained_model_name_or_path), s.subfolder or "") for name, s in info.specs.items()}
+        modules = {name: cls for name, cls in modules.items() if name in places}
+    else:
+        places = {name: (model, name) for name in modules}
+    empty = [_without_weights(*places[name], cls, config, device) for name, cls in modules.items()]
     return sum(tensor.nbytes for module in empty for tensor in module.state_dict().values())
 
 
@@ -119,6 +125,8 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
     Raises:
         StageConfigError: One is missing, or its class is unknown.
     """
+    if isinstance(info, ModularPipelineInfo):
+        return info.component_classes
     expected, _ = info.pipeline_class._get_signature_keys(info.pipeline_class)
     classes = {}
     for name in sorted(expected):
@@ -214,6 +222,8 @@ def _load(
     device: torch.device,
 ) -> DiffusionPipeline:
     quantization = quantization_config(config, classes)
+    if isinstance(info, ModularPipelineInfo):
+        return _load_modular(model, info, left_out, config, device, quantization)
     folder = _local_folder(model, info.pipeline_class, left_out, config)
     check_weight_files(folder, [name for name in classes if name not in left_out], classes, config)
     empty = {name: _without_weights(model, name, cls, config, device) for name, cls in left_out.items()}
@@ -228,6 +238,44 @@ def _load(
     except _LOADING_ERRORS as error:
         raise StageConfigError(f"{model}: cannot be loaded as {info.pipeline_class.__name__}: {error}") from error
     _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
+    return pipe
+
+
+def _load_modular(
+    model: str,
+    info: ModularPipelineInfo,
+    left_out: Mapping[str, type],
+    config: DiTConfig,
+    device: torch.device,
+    quantization: Any,
+) -> Any:
+    """Loads each component once, for all workflows. diffusers' `load_components` would go on without one that fails."""
+    loaded = {}
+    for name, spec in info.specs.items():
+        if name in left_out:
+            continue
+        place = Path(str(spec.pretrained_model_name_or_path), spec.subfolder or "")
+        cls = spec.type_hint
+        arguments: dict[str, Any] = {}
+        if cls is None or cls.__name__.startswith("Auto"):  # May be code, of this checkpoint or of another one.
+            is_own = str(spec.pretrained_model_name_or_path) == model
+            arguments["trust_remote_code"] = config.trust_remote_code and is_own
+        if cls is None or issubclass(cls, torch.nn.Module):
+            if place.is_dir():
+                _check_weights(place, config)
+            arguments |= {"dtype": resolve_dtype(config, device), "use_safetensors": config.use_safetensors or None}
+            arguments |= {} if config.variant is None else {"variant": config.variant}
+            is_diffusers = cls is None or issubclass(cls, ModelMixin)
+            method = quantization and quantization._resolve_quant_config(is_diffusers=is_diffusers, module_name=name)
+            arguments |= {"quantization_config": method} if method else {}
+        try:
+            loaded[name] = spec.load(**arguments)
+        except _LOADING_ERRORS as error:
+            raise StageConfigError(f"{model}: {name} cannot be loaded from {place}: {error}") from error
+    pipe: Any = info.pipe
+    pipe.register_components(**loaded)
+    pipe.__class__ = info.pipeline_class
+    _check_complete(model, _modules(pipe))
     return pipe
 
 

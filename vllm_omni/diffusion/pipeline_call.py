@@ -14,7 +14,7 @@ from typing import Any
 
 import greenlet
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipelineBlocks, SchedulerMixin
 from diffusers.guiders import BaseGuidance
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
@@ -25,7 +25,7 @@ class CallAborted(BaseException):
 
 
 class PipelineCall:
-    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider and all settings are not.
+    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and all settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
     other calls are running.
@@ -92,7 +92,7 @@ def _copy_pipe(pipe: DiffusionPipeline, copies: dict[int, Any]) -> DiffusionPipe
     for name, component in vars(pipe).items():  # `components` would look at the class's signature first
         if isinstance(component, DiffusionPipeline):
             setattr(copied, name, copies.get(id(component)) or _copy_pipe(component, copies))
-        elif isinstance(component, (SchedulerMixin, BaseGuidance)):
+        elif isinstance(component, (SchedulerMixin, BaseGuidance, ModularPipelineBlocks)):
             if id(component) not in copies:
                 copies[id(component)] = copy.deepcopy(component)
             setattr(copied, name, copies[id(component)])

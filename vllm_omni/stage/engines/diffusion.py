@@ -180,7 +180,7 @@ class DiffusionStageEngine(StageEngine):
         arguments |= {name: restore(value, known[name].annotation) for name, value in diffusion.media.items()}
         if diffusion.images and "image" not in arguments:  # The stage input processor may have changed them.
             images = [to_pil(image) for image in diffusion.images]
-            arguments["image"] = images if self._info.takes_several(pipeline_class) else images[0]
+            arguments["image"] = self._info.image_argument(pipeline_class, images)
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
         return [

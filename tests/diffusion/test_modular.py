@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.diffusion.indexes import make_processor
 from tests.diffusion.tiny_calls import make_image
-from tests.diffusion.tiny_modular import CALLS, BareModular, write_modular
+from tests.diffusion.tiny_modular import CALLS, CLASSES, BareModular, write_modular
 from tests.diffusion.watched_engine import WatchedEngine
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
@@ -33,6 +33,7 @@ from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.stage.engines.base import Error, NewRequest, OutboxItem
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "diffusion.md"
 PROMPTS = ("a red cat", "two ships at night, " * 2, "it", "a house on a hill", "a dog", "rain in a city")
 FAST = ("wan", "z_image", "z_image, image")
 
@@ -83,6 +84,19 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tiny_modul
             one = expected[int(request.request_id)]
             np.testing.assert_allclose(made, one, rtol=0, atol=1e-4, err_msg=request.request_id)
     assert max(batches) == 6
+
+
+def table() -> str:
+    """Of the classes in `CALLS`, in the format of the document."""
+    by_media: dict[str, list[str]] = {}
+    for source, media, _ in CALLS.values():
+        by_media.setdefault(", ".join(f"`{each}`" for each in media) or "none", []).append(f"`{CLASSES[source]}`")
+    rows = [f"| {media} | {', '.join(names)} |" for media, names in by_media.items()]
+    return "\n".join(["| `multi_modal_data` | diffusers' modular pipelines |", "|---|---|", *rows])
+
+
+def test_the_document_lists_these_classes() -> None:
+    assert f"\n\n{table()}\n\n" in DOCUMENT.read_text()
 
 
 # One checkpoint, by its folder alone.
@@ -162,7 +176,7 @@ def test_an_abort_ends_one_request_at_its_next_step(z_image: Path) -> None:
     np.testing.assert_allclose(watched.tensors("1")["image"], alone, rtol=0, atol=1e-4)
 
 
-def test_a_class_runs_a_checkpoint_of_another_pipeline(tiny_diffusion: Callable[[str], Path], bare: BareModular) -> None:
+def test_a_class_opens_the_checkpoint_of_another(tiny_diffusion: Callable[[str], Path], bare: BareModular) -> None:
     """`pipeline_class` names one of diffusers' modular pipelines; the checkpoint has a `model_index.json`."""
     folder = tiny_diffusion("z_image")
     config = DiTConfig(pipeline_class="ZImageModularPipeline")
@@ -172,15 +186,18 @@ def test_a_class_runs_a_checkpoint_of_another_pipeline(tiny_diffusion: Callable[
     np.testing.assert_allclose(made, bare("a hen", 3, "images", **SMALL)[0], rtol=0, atol=1e-4)
 
 
+INT8 = {"quant_backend": "torchao", "quant_type": "Int8WeightOnlyConfig"}
+
+
 @pytest.mark.parametrize(
     "setting",
     [
         {"attention_backend": "native"},
         {"vae_slicing": True, "vae_tiling": True},
-        {"quantization": {"quant_mapping": {"transformer": {"quant_backend": "torchao", "quant_type": "Int8WeightOnlyConfig"}}}},
+        {"quantization": {"quant_mapping": {"transformer": INT8}}},
     ],
     ids=lambda setting: next(iter(setting)),
-)  # fmt: skip
+)
 def test_a_setting_is_that_of_the_components(z_image: Path, bare: BareModular, setting: dict[str, Any]) -> None:
     if "quantization" in setting:
         pytest.importorskip("torchao")
@@ -219,10 +236,10 @@ def with_type(name: str, library: str, class_name: str) -> Callable[[dict[str, A
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda index: index.update(_class_name="Flux9ModularPipeline"), "has no modular pipeline 'Flux9ModularPipeline'"),
+        (lambda index: index.update(_class_name="Flux9Pipeline"), "has no modular pipeline 'Flux9Pipeline'"),
         (lambda index: index.pop("_class_name"), "modular_model_index.json has no _class_name"),
         (lambda index: index.update(_blocks_class_name="MyBlocks"), "has no blocks 'MyBlocks'"),
-        (with_type("transformer", "diffusers", "NoSuchModel"), "transformer is a NoSuchModel, which diffusers does not"),
+        (with_type("transformer", "diffusers", "NoSuchModel"), "transformer is a NoSuchModel, which diffusers does"),
         (with_type("vae", "no_such_library", "VAE"), "vae is a VAE, which no_such_library does not have"),
         (lambda index: index["vae"][2].pop("type_hint"), "vae has no type_hint"),
         (lambda index: index["vae"][2].update(subfolder="elsewhere", pretrained_model_name_or_path="/nowhere"),

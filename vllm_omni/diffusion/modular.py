@@ -7,11 +7,13 @@ chooses by the inputs of a call (its workflows). Loads no weights, and knows no 
 """
 
 import dataclasses
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import diffusers
 import msgspec
@@ -202,7 +204,12 @@ class ModularPipelineInfo(PipelineInfo):
         """
         pipe = _make_pipe(model, config)
         for spec in _loaded_specs(pipe).values():
-            _check_place(model, spec)
+            if _lacks_files(spec):
+                place = Path(str(spec.pretrained_model_name_or_path), spec.subfolder or "")
+                raise StageConfigError(
+                    f"{model}: {MODULAR_INDEX} names {place} for {spec.name}, which is not there; download the "
+                    "checkpoint again"
+                )
         pipeline_class = _make_class(model, pipe)
         info = cls(_index_of(pipe), pipeline_class, pipe)
         lacking = [
@@ -306,10 +313,8 @@ class ModularPipelineInfo(PipelineInfo):
         basic = {spec.name for spec in self.blocks_for({"prompt"}).expected_components}
         needed = {spec.name for spec in self.blocks_for(given).expected_components} & self._absent - basic
         if needed:
-            raise ValueError(
-                f"{name}: {', '.join(key for key in given if key != 'prompt')}: this needs {' and '.join(sorted(needed))},"
-                " which this checkpoint does not have"
-            )
+            inputs, parts = ", ".join(key for key in given if key != "prompt"), " and ".join(sorted(needed))
+            raise ValueError(f"{name}: {inputs}: this needs {parts}, which this checkpoint does not have")
 
 
 def _as_tuple(inputs: Any) -> tuple[Mapping[str, Any], ...]:
@@ -323,7 +328,19 @@ def _inputs(pipe: ModularPipeline) -> list[InputParam]:
 
 def _loaded_specs(pipe: ModularPipeline) -> dict[str, ComponentSpec]:
     specs = {name: pipe.get_component_spec(name) for name in pipe.pretrained_component_names}
-    return {name: spec for name, spec in specs.items() if spec.pretrained_model_name_or_path}
+    return {name: spec for name, spec in specs.items() if spec.pretrained_model_name_or_path and not _is_null(spec)}
+
+
+def _is_null(spec: ComponentSpec) -> bool:
+    """Whether an index has `[null, null]` for a component. Without a type its files may still say what it is."""
+    return spec.type_hint is None and _lacks_files(spec)
+
+
+def _lacks_files(spec: ComponentSpec) -> bool:
+    """Whether a component's files should be on this machine and are not."""
+    where = str(spec.pretrained_model_name_or_path)
+    is_path = where.startswith(("/", ".", "~")) or where.count("/") > 1
+    return (is_path or Path(where).exists()) and not Path(where, spec.subfolder or "").exists()
 
 
 def _is_always_needed(spec: ComponentSpec) -> bool:
@@ -430,17 +447,6 @@ def _load_own_blocks(model: str, config: DiTConfig) -> ModularPipelineBlocks | N
         raise StageConfigError(f"{model}: its blocks cannot be imported: {error}") from error
 
 
-def _check_place(model: str, spec: ComponentSpec) -> None:
-    """Refuses a component whose files should be on this machine and are not. Others are looked for when they load."""
-    where = str(spec.pretrained_model_name_or_path)
-    is_path = where.startswith(("/", ".", "~")) or where.count("/") > 1
-    place = Path(where, spec.subfolder or "")
-    if (Path(where).exists() or is_path) and not place.exists():
-        raise StageConfigError(
-            f"{model}: {MODULAR_INDEX} names {place} for {spec.name}, which is not there; download the checkpoint again"
-        )
-
-
 # The class.
 
 
@@ -450,8 +456,8 @@ def _make_class(model: str, pipe: ModularPipeline) -> type:
     made = next((name for name in _OUTPUTS if name in outputs), None)
     if made is None:
         raise StageConfigError(
-            f"{model}: {base.__name__}'s blocks make {', '.join(outputs) or 'nothing'}; a diffusion stage makes images, "
-            "videos and sound"
+            f"{model}: {base.__name__}'s blocks make {', '.join(outputs) or 'nothing'}; a diffusion stage makes "
+            "images, videos and sound"
         )
     guidance = _guidance_of(pipe)
 
@@ -529,12 +535,12 @@ def _plain_type(declared: Any) -> Any:
     origin, parts = get_origin(declared), [part for part in get_args(declared) if part is not ...]
     inner = [_plain_type(part) for part in parts]
     if origin in (list, tuple) and inner:
-        return list if None in inner else list[Union[tuple(inner)]]
+        return list if None in inner else list[functools.reduce(operator.or_, inner)]  # type: ignore[misc]
     if origin is dict:
         return dict
     is_union = bool(parts) and origin not in (list, tuple, dict)
     if is_union and None not in inner:
-        return Union[tuple(inner)]
+        return functools.reduce(operator.or_, inner)
     return None
 
 

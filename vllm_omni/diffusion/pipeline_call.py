@@ -25,7 +25,7 @@ class CallAborted(BaseException):
 
 
 class PipelineCall:
-    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and all settings are not.
+    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
     other calls are running.
@@ -106,10 +106,14 @@ class _CallGreenlet(greenlet.greenlet):
 
 
 class _Gate:
-    """Replaces a module's function: if a pipeline that runs as a `PipelineCall` calls it, the call waits."""
+    """Replaces a module's function: if a pipeline that runs as a `PipelineCall` calls it, the call waits.
+
+    It has the function's signature: modular pipelines pass what `forward` has parameters for.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.__signature__ = inspect.signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = greenlet.getcurrent()

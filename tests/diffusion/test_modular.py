@@ -266,9 +266,25 @@ def test_weights_that_are_missing(copied: Path) -> None:
         load_pipeline(str(copied), DiTConfig(), torch.device("cpu"))
 
 
-def test_a_part_is_refused(z_image: Path) -> None:
-    with pytest.raises(StageConfigError, match="does not encode prompts in a separate method; set part: pipeline"):
-        load_pipeline(str(z_image), DiTConfig(part="encoder"), torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"part": "encoder"}, "does not encode prompts in a separate method; set part: pipeline"),
+        ({"cache_backend": "first_block_cache"}, "ZImageModularPipeline is a modular pipeline, most of which do not"),
+        ({"pipeline_class": "FluxPipeline"}, "model_index.json"),
+        ({"pipeline_class": "FluxModularPipelin"}, "'FluxModularPipelin'; did you mean 'FluxModularPipeline'"),
+    ],
+)
+def test_a_setting_that_is_refused(z_image: Path, setting: dict[str, Any], problem: str) -> None:
+    with pytest.raises(StageConfigError, match=re.escape(problem)):
+        load_pipeline(str(z_image), DiTConfig(**setting), torch.device("cpu"))
+
+
+def test_a_part_is_a_list_of_networks(z_image: Path) -> None:
+    pipe = load_pipeline(str(z_image), DiTConfig(part=["transformer"]), torch.device("cpu"))
+    assert not pipe.transformer.device.type == "meta"
+    with pytest.raises(RuntimeError, match=r"text_encoder is not loaded: this stage has part: \['transformer'\]"):
+        pipe(prompt="a hen", **SMALL)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import AutoModel, DiffusionPipeline, ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError, safe_open
@@ -101,12 +101,8 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}
-    if isinstance(info, ModularPipelineInfo):
-        places = {name: (str(s.pretrained_model_name_or_path), s.subfolder or "") for name, s in info.specs.items()}
-        modules = {name: cls for name, cls in modules.items() if name in places}
-    else:
-        places = {name: (model, name) for name in modules}
-    empty = [_without_weights(*places[name], cls, config, device) for name, cls in modules.items()]
+    places = _places(model, info, modules)
+    empty = [_without_weights(*places[name], cls, config, device) for name, cls in modules.items() if name in places]
     return sum(tensor.nbytes for module in empty for tensor in module.state_dict().values())
 
 
@@ -150,6 +146,13 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
                     "engine_args.trust_remote_code: true"
                 ) from error
     return classes
+
+
+def _places(model: str, info: PipelineInfo, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The checkpoint and the folder in it of each component that is loaded."""
+    if isinstance(info, ModularPipelineInfo):
+        return {name: (str(s.pretrained_model_name_or_path), s.subfolder or "") for name, s in info.specs.items()}
+    return {name: (model, name) for name in names}
 
 
 def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConfig) -> dict[str, type]:
@@ -222,11 +225,12 @@ def _load(
     device: torch.device,
 ) -> DiffusionPipeline:
     quantization = quantization_config(config, classes)
+    places = _places(model, info, left_out)
+    empty = {name: _without_weights(*places[name], cls, config, device) for name, cls in left_out.items()}
     if isinstance(info, ModularPipelineInfo):
-        return _load_modular(model, info, left_out, config, device, quantization)
+        return _load_modular(model, info, empty, config, device, quantization)
     folder = _local_folder(model, info.pipeline_class, left_out, config)
     check_weight_files(folder, [name for name in classes if name not in left_out], classes, config)
-    empty = {name: _without_weights(model, name, cls, config, device) for name, cls in left_out.items()}
     try:
         pipe = info.pipeline_class.from_pretrained(
             str(folder),
@@ -244,20 +248,20 @@ def _load(
 def _load_modular(
     model: str,
     info: ModularPipelineInfo,
-    left_out: Mapping[str, type],
+    empty: Mapping[str, Any],
     config: DiTConfig,
     device: torch.device,
     quantization: Any,
 ) -> Any:
     """Loads each component once, for all workflows. diffusers' `load_components` would go on without one that fails."""
-    loaded = {}
+    loaded = dict(empty)
     for name, spec in info.specs.items():
-        if name in left_out:
+        if name in empty:
             continue
         place = Path(str(spec.pretrained_model_name_or_path), spec.subfolder or "")
         cls = spec.type_hint
         arguments: dict[str, Any] = {}
-        if cls is None or cls.__name__.startswith("Auto"):  # May be code, of this checkpoint or of another one.
+        if cls in (None, AutoModel) or cls.__module__.startswith("transformers.models.auto"):  # May be code of its own.
             is_own = str(spec.pretrained_model_name_or_path) == model
             arguments["trust_remote_code"] = config.trust_remote_code and is_own
         if cls is None or issubclass(cls, torch.nn.Module):
@@ -275,7 +279,7 @@ def _load_modular(
     pipe: Any = info.pipe
     pipe.register_components(**loaded)
     pipe.__class__ = info.pipeline_class
-    _check_complete(model, _modules(pipe))
+    _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
     return pipe
 
 

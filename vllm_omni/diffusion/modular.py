@@ -100,7 +100,6 @@ class ModularCall:
     on_step: Callable[[Step], None]
     _exclude_from_cpu_offload: Collection[str] = ()
     _blocks: ModularPipelineBlocks
-    components: dict[str, Any]
 
     def run(self, inputs: Mapping[str, Any]) -> ModularOutput:
         """One call, on a copy of the pipeline that has its own blocks, scheduler and guiders.
@@ -120,17 +119,13 @@ class ModularCall:
             if isinstance(block, LoopSequentialPipelineBlocks):
                 _watch_steps(block, self.on_step)
         state = super().__call__(state=_WatchedState(self.on_value), **given)  # type: ignore[misc]
-        self.maybe_free_model_hooks()
         if wants_latents:
             return ModularOutput(state.get("latents"))
         sound = None if self.sound_name is None else state.get(self.sound_name)
         return ModularOutput(state.get(self.output_name), sound)
 
     def maybe_free_model_hooks(self) -> None:
-        """Clears what caches of the denoiser keep of a call, as other pipelines do at its end."""
-        for component in self.components.values():
-            if hasattr(component, "_reset_stateful_cache"):
-                component._reset_stateful_cache()
+        """Nothing is kept of a call: caches are refused. Other pipelines have this for their end."""
 
     def set_progress_bar_config(self, **settings: Any) -> None:
         """Also of blocks in blocks."""

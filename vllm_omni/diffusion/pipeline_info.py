@@ -301,7 +301,7 @@ def _is_modular(model: str, index: dict[str, Any], config: DiTConfig) -> bool:
     import diffusers
 
     name = config.pipeline_class or index["_class_name"]
-    if not has_file(model, _INDEX, config.revision) and not config.pipeline_class:
+    if not has_file(model, _INDEX, config.revision):
         return True
     found = getattr(diffusers, name, None) if isinstance(name, str) else None
     return isinstance(found, type) and issubclass(found, diffusers.ModularPipeline)

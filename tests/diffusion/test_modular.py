@@ -292,6 +292,7 @@ def test_a_part_is_a_list_of_networks(z_image: Path) -> None:
     [
         ({}, {"max_sequence_length": "long"}, "ZImageModularPipeline: max_sequence_length: Expected `int`, got `str`"),
         ({}, {"sigmas": [1.0, "x"]}, "ZImageModularPipeline: sigmas: Expected `float`, got `str`"),
+        ({}, {"latents": [1.0]}, "ZImageModularPipeline: latents: takes tensors, and a request has plain values"),
         ({"image": "cat.png"}, {}, "image 0 is a str; give a PIL image"),
         ({"mask_image": make_image(0)}, {}, "ZImageModularPipeline takes no 'mask_image'"),
         ({}, {"true_cfg_scale": 2.0}, "ZImageModularPipeline does not take 'true_cfg_scale'"),

@@ -34,6 +34,7 @@ from vllm_omni.diffusion.pipeline_info import (
     MODULAR_INDEX,
     OutputType,
     PipelineInfo,
+    alternatives,
     has_file,
 )
 from vllm_omni.errors import StageConfigError
@@ -509,11 +510,14 @@ _PLAIN = (bool, int, float, str)
 
 
 def _check_type(where: str, value: Any, declared: Any) -> None:
-    plain = _plain_type(declared)
-    if plain is None:
+    kinds = [kind for kind in alternatives(declared) if not names_media(kind)]
+    plain = [_plain_type(kind) for kind in kinds]
+    if declared is not None and all(kind is type(None) for kind in kinds):
+        raise TypeError(f"{where}: takes tensors, and a request has plain values")
+    if None in plain:
         return
     try:
-        msgspec.convert(value, plain)
+        msgspec.convert(value, functools.reduce(operator.or_, plain))
     except msgspec.ValidationError as error:
         problem, _ = split_error(error)
         raise TypeError(f"{where}: {problem}") from error
@@ -525,18 +529,15 @@ def _plain_type(declared: Any) -> Any:
     """A type as JSON has it, tuples as lists; None where values of it are not checked."""
     if declared in (*_PLAIN, type(None), list, dict):
         return declared
-    if declared is tuple:
+    origin, parts = get_origin(declared), [_plain_type(part) for part in get_args(declared) if part is not ...]
+    if declared is tuple or (origin in (list, tuple) and None in parts):
         return list
-    origin, parts = get_origin(declared), [part for part in get_args(declared) if part is not ...]
-    inner = [_plain_type(part) for part in parts]
-    if origin in (list, tuple) and inner:
-        return list if None in inner else list[functools.reduce(operator.or_, inner)]  # type: ignore[misc]
+    if origin in (list, tuple) and parts:
+        return list[functools.reduce(operator.or_, parts)]  # type: ignore[misc]
     if origin is dict:
         return dict
-    is_union = bool(parts) and origin not in (list, tuple, dict)
-    if is_union and None not in inner:
-        return functools.reduce(operator.or_, inner)
-    return None
+    is_union = len(alternatives(declared)) > 1
+    return functools.reduce(operator.or_, parts) if is_union and None not in parts else None
 
 
 def _latent_methods(pipe: ModularPipeline) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def takes_several_images(pipeline_class: type, name: str = "image") -> bool:
     if "prompt" not in call_parameters(pipeline_class):
         return False
     parameter = call_parameters(pipeline_class).get(name)
-    lists = [] if parameter is None else [a for a in _alternatives(parameter.annotation) if get_origin(a) is list]
+    lists = [] if parameter is None else [a for a in alternatives(parameter.annotation) if get_origin(a) is list]
     items = [item for a in lists for item in get_args(a)[:1]]
     of_any = any(get_origin(item) in (Union, types.UnionType) and "Image" in str(item) for item in items)
     return of_any or (bool(items) and all(item is Image.Image for item in items))
@@ -347,13 +347,13 @@ def _load_own_class(model: str, module: str, name: str, config: DiTConfig) -> "t
         raise StageConfigError(f"{model}: its pipeline {name} cannot be imported from {module}.py: {error}") from error
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _is_optional(annotation: Any) -> bool:
-    return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
+    return type(None) in alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
 _TERMINAL = "shift_terminal"

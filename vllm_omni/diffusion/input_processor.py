@@ -102,7 +102,7 @@ class DiffusionInputProcessor:
         self._check_settings(settings, pipeline_class)
         if self._is_first:
             text = {"prompt": prompt.get("prompt")} if self._info.takes_prompt else {}
-            names = dict.fromkeys([*(["image"] if images else []), *media])
+            names = dict.fromkeys([*(["image"] if images else []), *media], True)
             self._info.check_inputs({**text, **names, **set_arguments(settings), **settings.extra_args})
         check_limits(settings, pipeline_class, self._config)
         output_format = check_output_format(self._info.output_type, settings.output_format)

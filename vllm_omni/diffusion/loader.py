@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.diffusion.modular import ModularPipelineInfo
+from vllm_omni.diffusion.modular_info import ModularPipelineInfo
 from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.pipeline_settings import (

@@ -96,7 +96,7 @@ class PipelineInfo:
         """
         index = load_model_index(model, config.revision)
         if _is_modular(model, index, config):
-            from vllm_omni.diffusion.modular import ModularPipelineInfo
+            from vllm_omni.diffusion.modular_info import ModularPipelineInfo
 
             return ModularPipelineInfo.load(model, config)
         pipeline_class = _find_class(model, index, config)

@@ -130,7 +130,7 @@ class _WatchedState(PipelineState):
         return self  # It is new; diffusers copies it for callers who use theirs again.
 
     def set(self, key: str, value: Any, kwargs_type: str | None = None) -> None:
-        super().set(key, value, kwargs_type)  # type: ignore[arg-type]
+        super().set(key, value, kwargs_type)
         self._on_value(key, value)
 
 

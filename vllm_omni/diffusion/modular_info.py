@@ -90,8 +90,8 @@ class ModularPipelineInfo(PipelineInfo):
         return {name: spec.type_hint for name, spec in self.specs.items() if spec.type_hint is not None} | made
 
     @property
-    def output_type(self) -> OutputType:  # type: ignore[override]
-        return OUTPUTS[self.pipeline_class.output_name]  # type: ignore[attr-defined]
+    def output_type(self) -> OutputType:
+        return OUTPUTS[self.pipeline_class.output_name]
 
     @property
     def needs_images(self) -> bool:

@@ -227,7 +227,8 @@ class DiffusionModelRunner:
 
         def on_step(step: Step) -> None:
             number = next(numbers)
-            running.latents = step.before
+            if running.job.preview_every:
+                running.latents = step.before
             self._on_step(running, number, step.after, max(step.num_steps, number + 1))
 
         return on_step
@@ -274,7 +275,10 @@ class DiffusionModelRunner:
 
     def _preview(self, running: RunningJob, step: int, latents: torch.Tensor) -> torch.Tensor:
         pipe, before = running.call.pipe, running.latents
-        clean = latents if before is None else estimate_clean(pipe.scheduler, step, before, latents)
+        scheduler = getattr(pipe, "scheduler", None)
+        clean = latents
+        if scheduler is not None and before is not None:
+            clean = estimate_clean(scheduler, step, before, latents)
         if running.size is None:
             raise ValueError(f"{type(pipe).__name__} has no previews: the size of its output is not known")
         return make_preview(pipe, clean, *running.size, self._config.preview_size)

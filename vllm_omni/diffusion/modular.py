@@ -88,7 +88,7 @@ class ModularCall:
         given = {name: value for name, value in inputs.items() if value is not None}
         for name, guider in self.guidance.items():
             if name in given:
-                setattr(self, guider, getattr(self, guider).new(guidance_scale=given.pop(name)))
+                setattr(self, guider, _with_scale(getattr(self, guider), given.pop(name)))
         wants_latents = given.get("output_type") == "latent"
         if wants_latents:
             del given["output_type"]
@@ -117,6 +117,11 @@ class ModularCall:
             raise ValueError(f"{type(self).__name__} has no latents as output: none of its blocks is named {_DECODE!r}")
         for name in names[names.index(_DECODE) :]:
             del self._blocks.sub_blocks[name]
+
+
+def _with_scale(guider: BaseGuidance, scale: float) -> BaseGuidance:
+    """The guider with another scale. Those of distilled models are switched off, until a request wants guidance."""
+    return guider.new(guidance_scale=scale, **({"enabled": True} if "enabled" in guider.config else {}))
 
 
 class _WatchedState(PipelineState):
@@ -214,7 +219,8 @@ def _signature_of(pipe: ModularPipeline, guidance: Mapping[str, str]) -> inspect
         annotation = empty if kind is None else kind
         parameters.append(inspect.Parameter(param.name, keyword, default=param.default, annotation=annotation))
     for argument, guider in guidance.items():
-        default = getattr(pipe, guider).config["guidance_scale"]
+        config = getattr(pipe, guider).config
+        default = config["guidance_scale"] if config.get("enabled", True) else None
         parameters.append(inspect.Parameter(argument, keyword, default=default, annotation=float))
     return inspect.Signature(parameters)
 

@@ -71,8 +71,11 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tiny_modul
     folder = tiny_modular(source)
     bare = BareModular(folder)
     info = PipelineInfo.load(str(folder), DiTConfig())
-    output = f"{info.output_type}s"
-    expected = [bare(p, seed, output, **media, **settings)[0] for seed, p in enumerate(PROMPTS)]
+    sound = [name for name in (info.pipeline_class.sound_name,) if name]
+    outputs = [f"{info.output_type}s", *sound]
+    made_bare = [bare(p, seed, outputs, **media, **settings) for seed, p in enumerate(PROMPTS)]
+    expected = [values[outputs[0]][0] for values in made_bare]
+    assert sound == (["audio"] if name == "ltx2" else [])
     assert expected[0].std() > 0.01 and np.abs(expected[0] - expected[1]).max() > 1e-3
 
     processor = make_processor(folder, None, makes=info.output_type)
@@ -84,6 +87,11 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tiny_modul
             (made,) = watched.tensors(request.request_id)[info.output_type].numpy()
             one = expected[int(request.request_id)]
             np.testing.assert_allclose(made, one, rtol=0, atol=1e-4, err_msg=request.request_id)
+            if sound:
+                (made,) = watched.tensors(request.request_id)["audio"].numpy()
+                one = made_bare[int(request.request_id)]["audio"][0].numpy()
+                assert one.std() > 1e-4
+                np.testing.assert_allclose(made, one, rtol=0, atol=1e-4, err_msg=request.request_id)
     assert max(batches) == 6
 
 

@@ -27,7 +27,7 @@ from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
 from vllm_omni.diffusion.loader import load_pipeline, weight_bytes
-from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.sampling_params import DiffusionSamplingParams
@@ -70,7 +70,7 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tiny_modul
     source, media, settings = CALLS[name]
     folder = tiny_modular(source)
     bare = BareModular(folder)
-    info = PipelineInfo.load(str(folder), DiTConfig())
+    info = read_pipeline_info(str(folder), DiTConfig())
     sound = [name for name in (info.pipeline_class.sound_name,) if name]
     outputs = [f"{info.output_type}s", *sound]
     made_bare = [bare(p, seed, outputs, **media, **settings) for seed, p in enumerate(PROMPTS)]
@@ -274,13 +274,13 @@ def with_type(name: str, library: str, class_name: str) -> Callable[[dict[str, A
 def test_an_index_that_names_what_is_not_there(copied: Path, change: Any, problem: str) -> None:
     change_index(copied, change)
     with pytest.raises(StageConfigError, match=re.escape(problem)):
-        PipelineInfo.load(str(copied), DiTConfig())
+        read_pipeline_info(str(copied), DiTConfig())
 
 
 def test_an_index_that_cannot_be_read(copied: Path) -> None:
     (copied / "modular_model_index.json").write_text("{")
     with pytest.raises(StageConfigError, match=r"modular_model_index\.json cannot be read"):
-        PipelineInfo.load(str(copied), DiTConfig())
+        read_pipeline_info(str(copied), DiTConfig())
 
 
 def test_weights_that_are_missing(copied: Path) -> None:
@@ -398,7 +398,7 @@ def with_code(tmp_path: Path) -> tuple[Path, Path]:
 def test_code_of_the_checkpoint_runs_only_if_it_is_trusted(with_code: tuple[Path, Path]) -> None:
     folder, trace = with_code
     with pytest.raises(StageConfigError, match=r"its blocks are code of the checkpoint \(modular_config\.json\)"):
-        PipelineInfo.load(str(folder), DiTConfig())
+        read_pipeline_info(str(folder), DiTConfig())
     assert not trace.exists()
 
     processor = make_processor(folder, None, engine_args={"trust_remote_code": True})
@@ -417,4 +417,4 @@ def test_code_that_fails_is_named(with_code: tuple[Path, Path]) -> None:
     folder, _ = with_code
     (folder / "paint.py").write_text("raise RuntimeError('out of paint')")
     with pytest.raises(StageConfigError, match="its blocks cannot be imported: out of paint"):
-        PipelineInfo.load(str(folder), DiTConfig(trust_remote_code=True))
+        read_pipeline_info(str(folder), DiTConfig(trust_remote_code=True))

@@ -17,6 +17,7 @@ from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import given_media, read_images
 from vllm_omni.diffusion.media_inputs import media_arguments, read_media, takes_frames
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import (
     PipelineInfo,
     fewest_steps,
@@ -55,7 +56,7 @@ class DiffusionInputProcessor:
         """
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
-        self._info = PipelineInfo.load(model, self._config)
+        self._info = read_pipeline_info(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
         self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__

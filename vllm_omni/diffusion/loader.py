@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.diffusion.modular_info import ModularPipelineInfo
+from vllm_omni.diffusion.modular_info import ModularPipelineInfo, read_pipeline_info
 from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.pipeline_settings import (
@@ -49,7 +49,7 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
         StageConfigError: The checkpoint is incomplete, damaged or of a kind that is not allowed, or a setting is
             unknown, or not supported by the pipeline or this device.
     """
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     check_offload(config, device)
@@ -71,7 +71,7 @@ def denoiser_names(model: str, config: DiTConfig) -> list[str]:
     Raises:
         StageConfigError: It has none, or the checkpoint cannot be used.
     """
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     names = [name for name in find_denoisers(classes) if name not in left_out]
@@ -97,7 +97,7 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
     """
     if config.quantization or config.offload:
         raise StageConfigError("weights that are quantized or offloaded while they are loaded cannot be estimated")
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}

@@ -106,7 +106,7 @@ class ModularCall:
         """Nothing is kept of a call: caches are refused. Other pipelines have this for their end."""
 
     def set_progress_bar_config(self, **settings: Any) -> None:
-        """Also of blocks in blocks."""
+        """Sets that of all blocks, also of blocks in blocks."""
         for block in _leaves(self._blocks):
             if hasattr(block, "set_progress_bar_config"):
                 block.set_progress_bar_config(**settings)

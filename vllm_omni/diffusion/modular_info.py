@@ -23,11 +23,13 @@ from vllm_omni.config.utils import nearest, split_error
 from vllm_omni.diffusion.media_inputs import media_arguments, names_media, refuse_media
 from vllm_omni.diffusion.modular import OUTPUTS, inputs_of, make_class, type_of
 from vllm_omni.diffusion.pipeline_info import (
+    INDEX,
     MODULAR_INDEX,
     OutputType,
     PipelineInfo,
     alternatives,
     has_file,
+    load_model_index,
 )
 from vllm_omni.errors import StageConfigError
 
@@ -183,6 +185,19 @@ class ModularPipelineInfo(PipelineInfo):
             raise ValueError(f"{name}: {inputs}: this needs {parts}, which this checkpoint does not have")
 
 
+def read_pipeline_info(model: str, config: DiTConfig) -> PipelineInfo:
+    """A checkpoint's pipeline. A modular one runs it if it has no other one, or if the stage names one.
+
+    Raises:
+        StageConfigError: It cannot be read, or a diffusion stage cannot run it.
+    """
+    name = config.pipeline_class or load_model_index(model, config.revision)["_class_name"]
+    has_no_other = not has_file(model, INDEX, config.revision) and has_file(model, MODULAR_INDEX, config.revision)
+    if has_no_other or _find_modular_class(name) is not None:
+        return ModularPipelineInfo.load(model, config)
+    return PipelineInfo.load(model, config)
+
+
 def _as_tuple(inputs: Any) -> tuple[Mapping[str, Any], ...]:
     """The inputs that choose a workflow: one set of them, or several."""
     return inputs if isinstance(inputs, tuple) else (inputs,)
@@ -212,7 +227,7 @@ def _is_always_needed(spec: ComponentSpec) -> bool:
 
 
 def _index_of(pipe: ModularPipeline) -> dict[str, Any]:
-    """As a `model_index.json`, with the place of each component."""
+    """Classes of components as a `model_index.json` has them, and the place of each."""
     return {
         name: [*_library_of(spec.type_hint), {"model": spec.pretrained_model_name_or_path, "subfolder": spec.subfolder}]
         for name, spec in _loaded_specs(pipe).items()
@@ -278,7 +293,7 @@ def _find_class(model: str, index: Mapping[str, Any], config: DiTConfig) -> type
     name = config.pipeline_class or index.get("_class_name")
     if not name:
         raise StageConfigError(f"{model}: {MODULAR_INDEX} has no _class_name; it is no diffusers checkpoint")
-    found = find_modular_class(name)
+    found = _find_modular_class(name)
     if found is None:
         known = [other for other in dir(diffusers) if other.endswith("ModularPipeline")]
         raise StageConfigError(
@@ -288,7 +303,7 @@ def _find_class(model: str, index: Mapping[str, Any], config: DiTConfig) -> type
     return found
 
 
-def find_modular_class(name: Any) -> type[ModularPipeline] | None:
+def _find_modular_class(name: Any) -> type[ModularPipeline] | None:
     """The modular pipeline of diffusers with this name."""
     found = getattr(diffusers, name, None) if isinstance(name, str) else None
     return found if isinstance(found, type) and issubclass(found, ModularPipeline) else None

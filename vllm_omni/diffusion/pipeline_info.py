@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, 
 
 OutputType = Literal["image", "video", "audio"]
 
-_INDEX = "model_index.json"
+INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 # Fields of diffusers' output classes, and their media.
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
@@ -59,7 +59,7 @@ def is_diffusers_model(model: str, revision: str | None = None) -> bool:
     True for a modular one, too. False for a name that cannot be looked up (offline, not cached): loading it raises the
     error.
     """
-    return any(has_file(model, index, revision) for index in (_INDEX, MODULAR_INDEX))
+    return any(has_file(model, index, revision) for index in (INDEX, MODULAR_INDEX))
 
 
 def has_file(model: str, name: str, revision: str | None) -> bool:
@@ -89,16 +89,13 @@ class PipelineInfo:
 
     @classmethod
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
-        """
+        """Reads a checkpoint of a pipeline that is not modular; `read_pipeline_info` reads any.
+
         Raises:
             StageConfigError: The checkpoint cannot be read, or its class is unknown, or makes text or what another
                 pipeline reads.
         """
         index = load_model_index(model, config.revision)
-        if _is_modular(model, index, config):
-            from vllm_omni.diffusion.modular_info import ModularPipelineInfo
-
-            return ModularPipelineInfo.load(model, config)
         pipeline_class = _find_class(model, index, config)
         made = _output_fields(pipeline_class)
         if "prompt" not in call_parameters(pipeline_class) and not made & {*_PICTURES}:
@@ -282,8 +279,8 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
     """
     from diffusers import DiffusionPipeline, ModularPipeline
 
-    is_modular = not has_file(model, _INDEX, revision) and has_file(model, MODULAR_INDEX, revision)
-    reader, name = (ModularPipeline, MODULAR_INDEX) if is_modular else (DiffusionPipeline, _INDEX)
+    is_modular = not has_file(model, INDEX, revision) and has_file(model, MODULAR_INDEX, revision)
+    reader, name = (ModularPipeline, MODULAR_INDEX) if is_modular else (DiffusionPipeline, INDEX)
     try:
         index = reader.load_config(model, revision=revision)
     except (OSError, ValueError) as error:
@@ -296,17 +293,6 @@ def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
     return index
 
 
-def _is_modular(model: str, index: dict[str, Any], config: DiTConfig) -> bool:
-    """Whether a modular pipeline runs a checkpoint: it has no other one, or the stage names one."""
-    import diffusers
-
-    name = config.pipeline_class or index["_class_name"]
-    if not has_file(model, _INDEX, config.revision):
-        return True
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    return isinstance(found, type) and issubclass(found, diffusers.ModularPipeline)
-
-
 def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[DiffusionPipeline]":
     import diffusers
 
@@ -315,7 +301,7 @@ def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[D
         return _load_own_class(model, name[0], name[1], config)
     if "." in name and not (config.pipeline_class or config.trust_remote_code):
         raise StageConfigError(
-            f"{model}: {_INDEX}: _class_name {name!r} is no class of diffusers; if you trust this module, set "
+            f"{model}: {INDEX}: _class_name {name!r} is no class of diffusers; if you trust this module, set "
             "engine_args.pipeline_class to it, or engine_args.trust_remote_code: true"
         )
     found = resolve_dotted_path(name, f"{model}: pipeline_class") if "." in name else getattr(diffusers, name, None)

@@ -222,7 +222,7 @@ class DiffusionModelRunner:
             check_frames(value, self._config.max_frames)
 
     def _watch_steps(self, running: RunningJob) -> Callable[[Step], None]:
-        """After each step of a modular pipeline's loop."""
+        """What is called after each step of a modular pipeline's loop."""
         numbers = itertools.count()
 
         def on_step(step: Step) -> None:

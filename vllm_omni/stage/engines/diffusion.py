@@ -30,6 +30,7 @@ from vllm_omni.diffusion.job import (
     unpack_encoded_prompts,
 )
 from vllm_omni.diffusion.media_inputs import call_parameters, restore
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
@@ -86,7 +87,7 @@ class DiffusionStageEngine(StageEngine):
         self._info: PipelineInfo
 
     def start(self) -> None:
-        self._info = PipelineInfo.load(self._model, self._config)
+        self._info = read_pipeline_info(self._model, self._config)
         self._executor.on_shape = lambda shape: self.step_timer.set_shape(shape)
         self._executor.start(lambda: self.on_failure())
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one

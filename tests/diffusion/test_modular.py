@@ -158,6 +158,22 @@ def test_the_folder_is_all_that_a_pipeline_needs(
     assert np.abs(expected - plain).max() > 1e-3, "an adapter makes a difference"
 
 
+def test_each_request_chooses_its_workflow(z_image: Path, bare: BareModular) -> None:
+    """Text to image, image to image, and other steps and guidance, all at once on the same components."""
+    media, changed = {"image": make_image(0, 64, 32)}, {**SMALL, "num_inference_steps": 5, "strength": 0.6}
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, SMALL), (media, changed), ({}, {**SMALL, "num_inference_steps": 2}), (media, {**changed, "strength": 1.0}),
+    ]  # fmt: skip
+    processor = make_processor(z_image, None)
+    requests = [new_request(processor, seed, PROMPTS[seed], *call) for seed, call in enumerate(calls)]
+    watched = WatchedEngine(z_image, max_batch_size=4)
+    watched.run_to_the_end(*requests)
+    for seed, (given, settings) in enumerate(calls):
+        expected = bare(PROMPTS[seed], seed, "images", **given, **settings)[0]
+        (made,) = watched.tensors(str(seed))["image"].numpy()
+        np.testing.assert_allclose(made, expected, rtol=0, atol=1e-4, err_msg=str(seed))
+
+
 def test_latents_are_those_before_decoding(z_image: Path, bare: BareModular) -> None:
     processor = make_processor(z_image, None)
     request = new_request(processor, 3, "a hen", {}, {**SMALL, "output_format": "latent"})

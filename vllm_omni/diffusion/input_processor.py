@@ -17,6 +17,7 @@ from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import given_media, read_images
 from vllm_omni.diffusion.media_inputs import media_arguments, read_media, takes_frames
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import (
     PipelineInfo,
     fewest_steps,
@@ -30,6 +31,7 @@ from vllm_omni.diffusion.request_settings import (
     check_values,
     draw_seeds,
     read_settings,
+    set_arguments,
 )
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
@@ -54,7 +56,7 @@ class DiffusionInputProcessor:
         """
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
-        self._info = PipelineInfo.load(model, self._config)
+        self._info = read_pipeline_info(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
         self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
@@ -99,6 +101,10 @@ class DiffusionInputProcessor:
         if settings.strength is not None and not images and not media and self._info.takes_images:
             raise ValueError("strength needs an input image; give one, or remove strength")
         self._check_settings(settings, pipeline_class)
+        if self._is_first:
+            text = {"prompt": prompt.get("prompt")} if self._info.takes_prompt else {}
+            names = dict.fromkeys([*(["image"] if images else []), *media], True)
+            self._info.check_inputs({**text, **names, **set_arguments(settings), **settings.extra_args})
         check_limits(settings, pipeline_class, self._config)
         output_format = check_output_format(self._info.output_type, settings.output_format)
         self._check_adapter(lora_request)

@@ -74,6 +74,7 @@ class RunningJob:
 
     Attributes:
         waiting: The module call that it waits for.
+        sides: Of those a modular pipeline's blocks compute one after the other.
         size: Height and width of the output in pixels, once the pipeline has computed them.
         latents: Those after the last step; kept only for previews.
         num_calls: Completed module calls.
@@ -84,6 +85,7 @@ class RunningJob:
     job: DiffusionJob
     call: PipelineCall
     waiting: ModuleCall | None = None
+    sides: dict[str, int] = field(default_factory=dict)
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
     num_calls: int = 0

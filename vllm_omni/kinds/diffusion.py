@@ -85,9 +85,9 @@ class Diffusion(StageKind):
         return DiffusionInputProcessor(self.stage, self.stage.checkpoint(model))
 
     def load_pipeline_info(self, model: str) -> "PipelineInfo":
-        from vllm_omni.diffusion.pipeline_info import PipelineInfo
+        from vllm_omni.diffusion.modular_info import read_pipeline_info  # imports diffusers
 
-        return PipelineInfo.load(self.stage.checkpoint(model), self.settings)
+        return read_pipeline_info(self.stage.checkpoint(model), self.settings)
 
     def make_engine(
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False

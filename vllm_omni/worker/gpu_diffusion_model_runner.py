@@ -20,6 +20,7 @@ from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.media_inputs import call_parameters
+from vllm_omni.diffusion.modular import ModularCall, Step
 from vllm_omni.diffusion.module_state import ModuleState
 from vllm_omni.diffusion.pipeline_call import (
     CallAborted,
@@ -143,8 +144,13 @@ class DiffusionModelRunner:
             set_execution_device(pipe, self._device)
         return self._pipes[pipeline_class]
 
+    def _is_own(self, pipeline_class: type) -> bool:
+        """Whether the loaded pipeline runs this class itself. A modular one runs all that its checkpoint can do; its
+        class is made anew each time that the checkpoint is opened."""
+        return pipeline_class is type(self._pipe) or isinstance(self._pipe, ModularCall)
+
     def _make_pipe(self, pipeline_class: "type[DiffusionPipeline]") -> DiffusionPipeline:
-        if pipeline_class is type(self._pipe):
+        if self._is_own(pipeline_class):
             return copy.copy(self._pipe)
         # diffusers' own `from_pipe` would convert the weights, which all pipelines share, to one dtype.
         components, options = pipeline_class._get_signature_keys(pipeline_class)
@@ -160,7 +166,7 @@ class DiffusionModelRunner:
         """
         job, pipe = running.job, running.call.pipe
         arguments = _on_device(job.arguments, self._device)
-        if job.pipeline_class is not type(self._pipe):
+        if not self._is_own(job.pipeline_class):
             arguments = fit_image(pipe, arguments)
         arguments = add_alpha(pipe, arguments)
         check_size(pipe, arguments)
@@ -168,6 +174,9 @@ class DiffusionModelRunner:
             check_previews(pipe)
         if self._config.cache_backend is not None:
             follow(pipe)
+        if isinstance(pipe, ModularCall):
+            pipe.on_value = lambda name, value: self._on_value(running, name, value)
+            pipe.on_step = self._watch_steps(running)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
             results = iter(_on_device(job.encoded_prompts, self._device))
@@ -202,8 +211,32 @@ class DiffusionModelRunner:
             running.latents = prepared[0] if isinstance(prepared, tuple) else prepared
         return prepared
 
+    def _on_value(self, running: RunningJob, name: str, value: Any) -> None:
+        """A modular pipeline has a new value: an argument, or one that its blocks have computed."""
+        if name in ("height", "width") and isinstance(value, int):
+            running.sides[name] = value
+            if len(running.sides) == 2:
+                height, width = running.size = (running.sides["height"], running.sides["width"])
+                check_pixels(height, width, self._config.max_pixels)
+        elif name == "num_frames" and isinstance(value, int):
+            check_frames(value, self._config.max_frames)
+
+    def _watch_steps(self, running: RunningJob) -> Callable[[Step], None]:
+        """What is called after each step of a modular pipeline's loop."""
+        numbers = itertools.count()
+
+        def on_step(step: Step) -> None:
+            number = next(numbers)
+            if running.job.preview_every:
+                running.latents = step.before
+            self._on_step(running, number, step.after, max(step.num_steps, number + 1))
+
+        return on_step
+
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
         """The pipeline's callback after each step; the older one where it has no other, or the scheduler's steps."""
+        if isinstance(running.call.pipe, ModularCall):
+            return {}
         parameters = call_parameters(running.job.pipeline_class)
         if "callback_on_step_end" in parameters:
 
@@ -224,14 +257,17 @@ class DiffusionModelRunner:
         on_method(getattr(running.call.pipe, "scheduler", None), "step", on_scheduler_step)
         return {}
 
-    def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
+    def _on_step(
+        self, running: RunningJob, step: int, latents: torch.Tensor | None, num_steps: int | None = None
+    ) -> None:
         job, pipe = running.job, running.call.pipe
         running.has_started = True
-        num_steps = (
-            len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
-        )
+        if num_steps is None:
+            num_steps = (
+                len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
+            )
         preview = None
-        if job.preview_every:
+        if job.preview_every and latents is not None:
             if (step + 1) % job.preview_every == 0 and step + 1 < num_steps:
                 preview = self._preview(running, step, latents)
             running.latents = latents
@@ -239,7 +275,10 @@ class DiffusionModelRunner:
 
     def _preview(self, running: RunningJob, step: int, latents: torch.Tensor) -> torch.Tensor:
         pipe, before = running.call.pipe, running.latents
-        clean = latents if before is None else estimate_clean(pipe.scheduler, step, before, latents)
+        scheduler = getattr(pipe, "scheduler", None)
+        clean = latents
+        if scheduler is not None and before is not None:
+            clean = estimate_clean(scheduler, step, before, latents)
         if running.size is None:
             raise ValueError(f"{type(pipe).__name__} has no previews: the size of its output is not known")
         return make_preview(pipe, clean, *running.size, self._config.preview_size)

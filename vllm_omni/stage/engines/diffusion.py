@@ -30,6 +30,7 @@ from vllm_omni.diffusion.job import (
     unpack_encoded_prompts,
 )
 from vllm_omni.diffusion.media_inputs import call_parameters, restore
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
@@ -86,7 +87,7 @@ class DiffusionStageEngine(StageEngine):
         self._info: PipelineInfo
 
     def start(self) -> None:
-        self._info = PipelineInfo.load(self._model, self._config)
+        self._info = read_pipeline_info(self._model, self._config)
         self._executor.on_shape = lambda shape: self.step_timer.set_shape(shape)
         self._executor.start(lambda: self.on_failure())
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one
@@ -180,7 +181,7 @@ class DiffusionStageEngine(StageEngine):
         arguments |= {name: restore(value, known[name].annotation) for name, value in diffusion.media.items()}
         if diffusion.images and "image" not in arguments:  # The stage input processor may have changed them.
             images = [to_pil(image) for image in diffusion.images]
-            arguments["image"] = images if self._info.takes_several(pipeline_class) else images[0]
+            arguments["image"] = self._info.image_argument(pipeline_class, images)
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
         return [

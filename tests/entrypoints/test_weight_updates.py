@@ -126,6 +126,30 @@ def test_wrong_arguments(llm: OmniLLM, new_weights: Path) -> None:
     llm.update_weights(info, stage="text")
     with pytest.raises(InvalidControlError, match=r"this update has a folder for stage 0 \(text\)"):
         llm.update_weights(info, stage=0)
+    for name in ("x" * 5000, "x/" * 5000, "a\0b"):
+        llm.start_weight_update()
+        with pytest.raises(InvalidControlError, match=r"stage 0 \(text\): "):
+            llm.update_weights({"update_info": {"weights_path": f"{new_weights}/{name}"}})
+    with pytest.raises(InvalidControlError, match="new_version is empty"):
+        llm.update_weight_version("")
+    assert llm.get_weight_version() == "default" and generate(llm)[1] == {"default"}
+
+
+def test_what_stages_cannot_read_is_refused(llm: OmniLLM) -> None:
+    """It would end the orchestrator, or have no answer."""
+    wrong: list[tuple[str, tuple[Any, ...], str]] = [
+        ("update_weight_version", (5,), r"UpdateWeightVersion: .*\$\.new_version"),
+        ("update_weight_version", ("\ud800",), "UpdateWeightVersion: .*surrogates"),
+        ("start_profile", (7,), r"StartProfile: .*\$\.profile_prefix"),
+        ("reset_prefix_cache", ("yes",), r"ResetPrefixCache: .*\$\.reset_running_requests"),
+        ("collective_rpc", ("x", None, (object(),)), "CollectiveRPC: .*object"),
+        ("collective_rpc", ("x", None, (1 << 70,)), "CollectiveRPC: .*"),
+        ("collective_rpc", ("x", None, (["\ud800"],)), "CollectiveRPC: .*surrogates"),
+    ]
+    for name, arguments, message in wrong:
+        with pytest.raises(InvalidControlError, match=message):
+            getattr(llm, name)(*arguments)
+    assert generate(llm)[1] == {"default"}
 
 
 def test_requests_that_run_end_with_the_old_weights(llm: OmniLLM, tiny_qwen3: Path, new_weights: Path) -> None:

@@ -256,6 +256,15 @@ class StageKind:
         self.name = name
         self.stage = stage
 
+    def sleep_problem(self, level: int, keeps_requests: bool) -> str | None:
+        """Why its memory cannot be given back by `Sleep`, with the remedy; None: it can. Asked of kinds that know it.
+
+        Args:
+            level: 1 or 2.
+            keeps_requests: It may hold requests that have begun.
+        """
+        return None
+
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> "StageKind":
         """The object of a stage with this `engine_type`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.entrypoints.operations import AsyncOperations
+from vllm_omni.entrypoints.withheld_methods import OF_ASYNC_LLM
 from vllm_omni.errors import PipelineClosedError
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
@@ -32,6 +33,9 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         async for event in llm.generate("Tell me a joke."):
             ...
     """
+
+    _vllm_class = "AsyncLLM"
+    _withheld_methods = OF_ASYNC_LLM
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `OmniLLM`."""

@@ -206,6 +206,11 @@ class Orchestrator:
         """The checkpoint of the pipeline."""
         return self._specs.model
 
+    @property
+    def log_stats(self) -> bool:
+        """Whether observers get the metrics of the stages' engines."""
+        return self._specs.log_stats
+
     def weight_version(self, stage_id: int) -> str:
         """The version of the weights that the stage has to have."""
         return self._specs.weights.get(stage_id, StageWeights()).version

@@ -82,6 +82,11 @@ class DiffusionModelRunner:
         self.sample_rate = _find_sample_rate(pipe)
         self.prompt_cache = PromptCache(config.prompt_cache_bytes)
 
+    @property
+    def networks(self) -> list[torch.nn.Module]:
+        """The pipeline's networks; those that a stage's part leaves out have no weights, and are on another device."""
+        return list(modules_of(self._pipe).values())
+
     def check_adapter(self, name: str, path: str) -> None:
         """Raises as `AdapterManager.check`."""
         self._adapters.check(name, path)

@@ -215,6 +215,7 @@ class StageEngine(ABC):
         self._is_frozen = False
         self._commit_weights: Callable[[], None] | None = None  # of those that were loaded
         self._loaded_parts: Parts = set()
+        self._weights_path: str | None = None  # of the last ones that were committed
 
     def abort(self, request_id: str) -> None:
         """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
@@ -307,7 +308,7 @@ class StageEngine(ABC):
         self.weight_version = ""
         commit()
         self._weight_folder.changed |= self._loaded_parts
-        self.weight_version = verb.weight_version
+        self.weight_version, self._weights_path = verb.weight_version, verb.weights_path
 
     @property
     def _weight_folder(self) -> WeightFolder:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.control import AddLoRA, ResetEncoderCache, Verb
+from vllm_omni.control import AddLoRA, ResetEncoderCache, Sleep, Verb, WakeUp
 from vllm_omni.diffusion.job import (
     Adapter,
     DiffusionJob,
@@ -36,6 +36,8 @@ from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
 from vllm_omni.media import encode_outputs, to_pil
+from vllm_omni.metrics.logs import get_logger
+from vllm_omni.metrics.memory import device_bytes, resident_bytes
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.outputs import StageOutput
 from vllm_omni.sampling_params import DiffusionRequest
@@ -50,6 +52,8 @@ from vllm_omni.stage.engines.base import (
     Stream,
 )
 from vllm_omni.stage.weights import WeightFolder
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -121,7 +125,33 @@ class DiffusionStageEngine(StageEngine):
             case ResetEncoderCache():
                 self._executor.forget_prompts()
                 return None
+            case Sleep():
+                self._sleep(verb.level)
+                return None
+            case WakeUp():
+                if verb.tags is None or "weights" in verb.tags:
+                    self._wake_up()
+                return not self._executor.is_asleep
         return super().control(verb)
+
+    def _sleep(self, level: int) -> None:
+        if self.has_requests():
+            raise ValueError("requests that run need its memory; pause with abort or wait")
+        in_ram, on_device = resident_bytes(), device_bytes()
+        self._executor.sleep(level)
+        given_back = in_ram - resident_bytes(), on_device - device_bytes()
+        logger.info("sleep gave back %.1f MiB of RAM, %.1f MiB of the device", *(it / 2**20 for it in given_back))
+
+    def _wake_up(self) -> None:
+        """Takes the memory again, with the weights that it had."""
+        if self._executor.wake_up():
+            return
+        with contextlib.ExitStack() as loading:
+            model = Path(self._model)
+            if self._weights_path is not None:
+                self._weight_folder.check(self._weights_path)
+                model = loading.enter_context(self._weight_folder.overlay(self._weights_path))
+            self._executor.load_beside(str(model))()
 
     @cached_property
     def _weight_folder(self) -> WeightFolder:

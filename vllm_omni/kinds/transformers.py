@@ -35,7 +35,7 @@ class Transformers(StageKind):
 
     @property
     def accepts_input(self) -> bool:
-        return len(self.stage.engine_input_source) <= 1
+        return self.stage.accepts != "image" and len(self.stage.engine_input_source) <= 1
 
     @cached_property
     def settings(self) -> "TransformersSettings":

@@ -73,9 +73,7 @@ class DiffusionChat(DiffusionEndpoint):
                 "this model reads no conversation; POST /v1/audio/speech speaks a text; see GET /v1/pipeline",
                 parameter="model",
             )
-        for name in _FOR_TEXT:
-            if getattr(request, name) and not _is_plain_text(getattr(request, name)):
-                raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
+        check_fields(request)
         self._check_outputs(request)
         prompt, urls, others = read_last_message(request.messages)
         settings = self._settings(request)
@@ -210,8 +208,16 @@ class _Answer:
         ]
 
 
+def check_fields(request: OmniChatCompletionRequest) -> None:
+    """Refuses the fields of a chat whose effect a client relies on, and which only models that write tokens have."""
+    for name in _FOR_TEXT:
+        if getattr(request, name) and not _is_plain_text(getattr(request, name)):
+            raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
+
+
 def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """The prompt of a diffusion model, the addresses of its input images, and those of its other media by name.
+    """The prompt of a model without a chat template, the addresses of its input images, and those of its other media
+    by name.
 
     Raises:
         VLLMValidationError: The messages have content that it does not read.
@@ -235,7 +241,7 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
             else:
                 others[str(name)] = others.get(str(name), []) + addresses
         else:
-            raise _refusal(f"a diffusion model takes parts of type text, image_url and video_url, not {kind!r}")
+            raise _refusal(f"this model takes parts of type text, image_url and video_url, not {kind!r}")
     if not all(isinstance(value, str) for value in (*texts, *urls, *itertools.chain(*others.values()))):
         raise _refusal("a part of type text has a text, and one of type image_url or video_url an object with a url")
     return "\n".join(texts), urls, others

@@ -323,8 +323,13 @@ def new_id(prefix: str, raw_request: HTTPConnection | None = None) -> str:
 
 async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:
     """The output, when it is complete."""
+    return (await completed_event(events)).outputs[0]
+
+
+async def completed_event(events: AsyncGenerator[OmniEvent, None]) -> CompletedEvent:
+    """The event with all outputs, when they are complete."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, CompletedEvent):
-                return event.outputs[0]
+                return event
     raise AssertionError("the last event of a request is a CompletedEvent")

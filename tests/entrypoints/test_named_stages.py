@@ -124,7 +124,7 @@ def test_the_part_of_a_pipeline_that_a_request_runs() -> None:
     ("stage", "message"),
     [
         (fake_stage(1, "b", (0,), "audio"), "accepts is for stages with a function"),
-        (fake_stage(1, "b", (), "audio") | {"engine_type": "transformers", "accepts": "image"}, "accepts is for stages"),
+        (LLM | {"engine_type": "transformers", "accepts": "image"}, "accepts is for stages"),
         (SPEAKING | {"accepts": "video"}, "Invalid enum value 'video'"),
         (SPEAKING | {"final_output": False}, "accepts: no output for callers follows"),
         (LLM, "accepts is for stages with a function"),

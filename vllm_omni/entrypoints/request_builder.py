@@ -504,7 +504,9 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
     else:
         images = read_images({"image": media.get("image")}, MAX_PIXELS)
         if len(images) != 1:
-            raise ValueError(f"stage {stage.name!r} takes one image, not {len(images)}: multi_modal_data={{'image': ...}}")
+            raise ValueError(
+                f"stage {stage.name!r} takes one image, not {len(images)}: multi_modal_data={{'image': picture}}"
+            )
         given.tensors = {"image": images[0]}
     return given
 

@@ -107,7 +107,7 @@ def test_only_the_last_message_is_read(server: FakeServer) -> None:
         ([PICTURE, PICTURE], {}, "one part of type image_url, not 2"),
         ([PICTURE, PICTURE | {"name": "mask"}], {}, "and no mask"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], {}, "image"),
-        ([PICTURE, {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], {}, "of type text"),
+        ([PICTURE, {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], {}, "and no audio"),
         ([PICTURE], {"n": 2}, "n must be 1"),
         ([PICTURE], {"modalities": ["video"]}, "cannot output 'video'"),
         ([PICTURE], {"modalities": ["text", "audio"], "audio": {"voice": "eve"}}, "unknown voice 'eve'"),

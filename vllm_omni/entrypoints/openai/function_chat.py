@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/chat/completions for a pipeline of functions that reads a picture.
+"""POST /v1/chat/completions for a pipeline of functions that reads a picture, or makes speech of a sound.
 
-It has no chat template. It reads the last message: its image begins at the stage that accepts one, and its text is the
-request's `prompt`. The answer is the text and the speech that the pipeline makes, whole or as a stream.
+It has no chat template. It reads the last message: its image, or its sound, begins at the stage that accepts one, and
+its text is the request's `prompt`. The answer is the text and the speech that the pipeline makes, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from vllm_omni.inputs import OmniPrompt
 from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, UsageInfo
 
 
-def picture_stage(config: PipelineConfig) -> OmniStageConfig | None:
-    """The stage at which the picture of a chat begins; None: no stage accepts one."""
-    return next((stage for stage in config.stage_args if stage.accepts == "image"), None)
+def media_stage(config: PipelineConfig) -> OmniStageConfig | None:
+    """The stage at which the picture, or the sound, of a chat begins; None: no stage accepts one, or only to
+    transcribe."""
+    picture = next((stage for stage in config.stage_args if stage.accepts == "image"), None)
+    return picture or config.accepting_stage("audio", "audio")
 
 
 class FunctionChat(MediaEndpoint):
-    """The chat handler of a pipeline with a `picture_stage`, in place of vLLM's `OpenAIServingChat`."""
+    """The chat handler of a pipeline with a `media_stage`, in place of vLLM's `OpenAIServingChat`."""
 
     kind = "chatcmpl"
 
@@ -47,7 +49,7 @@ class FunctionChat(MediaEndpoint):
         Raises:
             StageConfigError: `--default-modalities` has one that the pipeline does not have.
         """
-        stage = picture_stage(client.config)
+        stage = media_stage(client.config)
         assert stage is not None
         super().__init__(state, client, stage, args)
         self._default_modalities = default_modalities(args.default_modalities, client.config)
@@ -85,15 +87,21 @@ class FunctionChat(MediaEndpoint):
         return _with_end(lines.answer(_text_lines(lines, answer_id, model_name, include_usage)))
 
     async def _read_prompt(self, request: OmniChatCompletionRequest, context: RequestContext) -> OmniPrompt:
-        text, urls, others = read_last_message(request.messages)
+        text, images, others = read_last_message(request.messages)
+        kind = str(self.stage.accepts)
+        urls = images if kind == "image" else others.pop("audio", [])
+        others |= {"image": images} if images and kind != "image" else {}
         if len(urls) != 1 or others:
             raise VLLMValidationError(
-                f"this model reads the picture of the last message: one part of type image_url, not {len(urls)}"
+                f"this model reads the {kind} of the last message: one part of type {kind}_url, not {len(urls)}"
                 + (f", and no {', '.join(others)}" if others else ""),
                 parameter="messages",
             )
-        (image,) = await self.media.images(urls, "messages")
-        own = OmniPrompt(prompt=text, stage=self.stage.name, multi_modal_data={"image": image})
+        if kind == "image":
+            (medium,) = await self.media.images(urls, "messages")
+        else:
+            medium = await self.media.sound(urls[0], "messages")
+        own = OmniPrompt(prompt=text, stage=self.stage.name, multi_modal_data={kind: medium})
         return cast(OmniPrompt, {**context.options.prompt, **own, "modalities": list(context.options.modalities)})
 
     async def _answer(

@@ -4,6 +4,7 @@
 import asyncio
 import base64
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
         {"json": {**body, "conditions": CONDITIONS}},
         {"json": {**body, "inputs": {"conditions": CONDITIONS}}},
         {"data": {**fields, **parts}, "files": files},
+        {"data": {**fields, "conditions": json.dumps(CONDITIONS)}},
     ):
         assert request_video(video_app, **request) == expected, [*request]
 

@@ -352,7 +352,8 @@ async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str
             elif (part := _PART.match(key)) and (name := part[1] or part[2]) in file_fields:
                 parts.setdefault(name, {}).setdefault(int(part[3]), {})[part[4]] = await _as_plain(value, key)
             elif name in file_fields:
-                fields.setdefault(name, []).append(await _as_data_uri(value, name))
+                medium = await _as_data_uri(value, name)
+                fields.setdefault(name, []).extend(medium if isinstance(medium, list) else [medium])
             elif key in fields and key.endswith("[]"):
                 fields[key] = [*(fields[key] if isinstance(fields[key], list) else [fields[key]]), value]
             elif key in fields:
@@ -379,9 +380,9 @@ async def _as_plain(value: UploadFile | str, name: str) -> Any:
 
 
 async def _as_data_uri(value: UploadFile | str, name: str) -> Any:
-    """A file as a data URI; an address; an object, which a form has as JSON."""
+    """A file as a data URI; an address; objects, which a form has as JSON."""
     if isinstance(value, str):
-        if value.lstrip().startswith("{"):
+        if value.lstrip().startswith(("{", "[")):
             return _as_json(value)
         if not _ADDRESS.match(value):
             raise VLLMValidationError(

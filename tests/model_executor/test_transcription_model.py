@@ -282,11 +282,12 @@ def test_seamless_speaks_what_a_sound_says(version: str, tmp_path: Path) -> None
     configuration.write_text(yaml.safe_dump({"stage_args": [stage]}))
     model = getattr(hf, f"SeamlessM4T{version}Model").from_pretrained(tmp_path).eval()
     inputs = hf.AutoProcessor.from_pretrained(tmp_path)(audio=SOUNDS[0], sampling_rate=RATE, return_tensors="pt")
+    speaker = "speaker_id" if version else "spkr_id"
     expected = {}
     for language in ("deu", "eng"):
         torch.manual_seed(0)
         with torch.inference_mode():
-            waveform, lengths = model.generate(**inputs, tgt_lang=language, spkr_id=1)
+            waveform, lengths = model.generate(**inputs, tgt_lang=language, **{speaker: 1})
         expected[language] = waveform[0, : int(lengths)]
     assert expected["deu"].shape != expected["eng"].shape or (expected["deu"] - expected["eng"]).abs().max() > 1e-3
 

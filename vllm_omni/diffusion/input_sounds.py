@@ -54,8 +54,8 @@ def _as_channels(wave: np.ndarray | torch.Tensor, where: str) -> np.ndarray:
         raise TypeError(f"{where}: a sound's waveform must be numbers [samples] or [channels, samples]")
     if array.dtype.kind == "i":
         array = array / -float(np.iinfo(array.dtype).min)
+    array = array.T if array.ndim == 2 and array.shape[0] > array.shape[1] else array
     array = np.atleast_2d(array).astype(np.float32)
-    array = array.T if array.shape[0] > array.shape[1] else array
     if len(array) > _MOST_CHANNELS:
         raise ValueError(f"{where} has shape {list(array.shape)}; a sound has at most {_MOST_CHANNELS} channels")
     return array

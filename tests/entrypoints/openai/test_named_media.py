@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import openai
 import pytest
-import soundfile
 from fastapi import FastAPI
 from PIL import Image
 
@@ -67,6 +67,15 @@ def request_video(app: FastAPI, **request: Any) -> bytes:
     return use(app, main)
 
 
+def difference(one: bytes, other: bytes) -> float:
+    """The mean one of the pixels of two videos, of 255."""
+    frames = []
+    for file in (one, other):
+        with av.open(io.BytesIO(file)) as container:
+            frames.append(np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)]).astype(float))
+    return float(np.abs(frames[0] - frames[1]).mean())
+
+
 @pytest.mark.slow
 def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
     llm: AsyncOmniLLM = video_app.state.engine_client.llm
@@ -75,7 +84,7 @@ def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
     params = {**SETTINGS, "extra_args": ARGUMENTS, "output_format": "mp4"}
     (expected,) = asyncio.run(made(llm, prompt, params)).videos
     (other,) = asyncio.run(made(llm, {"prompt": "a boat"}, params)).videos
-    assert other != expected
+    assert difference(other, expected) > 5
 
     body = {"prompt": "a boat", **SETTINGS, "extra_args": ARGUMENTS}
     fields = {**SETTINGS, "prompt": "a boat", **{f"extra_args[{name}]": value for name, value in ARGUMENTS.items()}}
@@ -87,7 +96,7 @@ def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
         {"data": {**fields, **parts}, "files": files},
         {"data": {**fields, "conditions": json.dumps(CONDITIONS)}},
     ):
-        assert request_video(video_app, **request) == expected, [*request]
+        assert difference(request_video(video_app, **request), expected) < 1, [*request]
 
 
 @pytest.mark.slow
@@ -122,34 +131,3 @@ def test_a_picture_is_told_from_a_video() -> None:
         "https://a.com/b.mp4",
     )
     assert not any(map(is_image, (*others, octets + "*")))
-
-
-@pytest.mark.slow
-def test_a_sound_is_the_input_of_music(tiny_diffusion: Callable[[str], Path]) -> None:
-    rate = 24_000
-    wave = 0.3 * np.sin(np.arange(rate) / 20).astype(np.float32)
-    file = io.BytesIO()
-    soundfile.write(file, wave, rate, format="WAV", subtype="FLOAT")
-    data = base64.b64encode(file.getvalue()).decode()
-    settings: dict[str, Any] = {"num_inference_steps": 2, "seed": 3, "extra_args": {"task_type": "cover"}}
-    with serving(tiny_diffusion("ace_step"), max_seconds=10.0) as app:
-        llm: AsyncOmniLLM = app.state.engine_client.llm
-        prompt: Any = {"prompt": "jazz", "multi_modal_data": {"src_audio": (wave, rate)}}
-        (expected,) = asyncio.run(made(llm, prompt, settings)).multimodal_output["audio"].numpy()
-
-        def ask(*parts: dict[str, Any]) -> Any:
-            messages = [{"role": "user", "content": [{"type": "text", "text": "jazz"}, *parts]}]
-            return send(app, "POST", "/v1/chat/completions", json={"messages": messages, "extra_body": settings})
-
-        for part in (
-            {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
-            {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}},
-        ):
-            answer = ask({**part, "name": "src_audio"})
-            assert answer.status_code == 200, answer.text
-            sound = base64.b64decode(answer.json()["choices"][0]["message"]["audio"]["data"])
-            samples, made_rate = soundfile.read(io.BytesIO(sound), dtype="float32")
-            assert made_rate == 48_000
-            np.testing.assert_allclose(samples.T, np.clip(expected, -1, 1), atol=1e-4)
-        refused = ask({"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}})
-        assert refused.status_code == 400 and "takes no 'audio'" in refused.json()["error"]["message"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request, Response
 from PIL import Image
@@ -305,7 +306,7 @@ class DiffusionEndpoint(MediaEndpoint):
 
 def _takes_one(annotation: Any) -> bool:
     """Whether an argument that takes frames may also be a single picture."""
-    return Image.Image in get_args(annotation)
+    return get_origin(annotation) in (Union, types.UnionType) and Image.Image in get_args(annotation)
 
 
 def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:

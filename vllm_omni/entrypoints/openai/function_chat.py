@@ -97,6 +97,7 @@ class FunctionChat(MediaEndpoint):
                 + (f", and no {', '.join(others)}" if others else ""),
                 parameter="messages",
             )
+        medium: Any = None
         if kind == "image":
             (medium,) = await self.media.images(urls, "messages")
         else:
@@ -125,8 +126,10 @@ async def _engine_outputs(
     """The events of a request, those of its text as outputs of vLLM's engine."""
     async with aclosing(events):
         async for event in events:
-            is_text = isinstance(event, ARSegmentEvent) and event.final_output_type == "text"
-            yield delta_output(event, request_id, []) if is_text else event
+            if isinstance(event, ARSegmentEvent) and event.final_output_type == "text":
+                yield delta_output(event, request_id, [])
+            else:
+                yield event
 
 
 async def _text_lines(

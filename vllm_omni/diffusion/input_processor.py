@@ -22,6 +22,7 @@ from vllm_omni.diffusion.pipeline_info import (
     PipelineInfo,
     fewest_steps,
     reads_last_image,
+    sound_format,
     takes_alpha,
 )
 from vllm_omni.diffusion.request_settings import (
@@ -58,6 +59,7 @@ class DiffusionInputProcessor:
         self._config = parse_dit_config(stage.dit_engine_args, where)
         self._info = read_pipeline_info(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
+        self._sound_format = sound_format(model, self._info.index, self._config.revision)
         self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
@@ -96,7 +98,7 @@ class DiffusionInputProcessor:
         images = read_images({"image": given.pop("image", None)}, self._config.max_pixels, keep_alpha=self._takes_alpha)
         if len(images) > 1 and not self._info.takes_several(pipeline_class):
             raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
-        media = read_media(given, pipeline_class, self._config)
+        media = read_media(given, pipeline_class, self._config, self._sound_format)
         self._check_numbers(media, pipeline_class)
         if settings.strength is not None and not images and not media and self._info.takes_images:
             raise ValueError("strength needs an input image; give one, or remove strength")

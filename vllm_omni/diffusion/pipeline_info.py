@@ -19,6 +19,7 @@ from PIL import Image
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.input_sounds import SoundFormat
 from vllm_omni.diffusion.media_inputs import call_parameters, media_arguments, names_media, refuse_media
 from vllm_omni.errors import StageConfigError
 
@@ -366,6 +367,12 @@ def reads_last_image(model: str, index: dict[str, Any], revision: str | None = N
     """Whether a checkpoint's denoiser reads the embeddings of two images, of the first frame and the last: it has
     positions for both. Takes the arguments of `temporal_factor`."""
     return any(_component_values("transformer", (_POSITIONS_OF_IMAGES,), model, index, revision))
+
+
+def sound_format(model: str, index: dict[str, Any], revision: str | None = None) -> SoundFormat | None:
+    """What a checkpoint's VAE encodes of sound; None if it encodes none. Takes the arguments of `temporal_factor`."""
+    values = _component_values("vae", ("sampling_rate", "audio_channels"), model, index, revision)
+    return SoundFormat(*values) if len(values) == 2 and all(isinstance(value, int) for value in values) else None
 
 
 def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:

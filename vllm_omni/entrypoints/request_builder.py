@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.input_images import read_images
 from vllm_omni.engine.engine_args import message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
@@ -64,6 +65,10 @@ _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_
 
 MAX_SOUND_S = 3600.0
 """Of a sound that is given to a stage."""
+MAX_PIXELS = 64 << 20
+"""Of an image that is given to a stage."""
+_MEDIA = ("audio", "image")
+"""What stages accept in `multi_modal_data`."""
 
 _PARAMS = (SamplingParams, DiffusionSamplingParams, Mapping)
 StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
@@ -346,18 +351,19 @@ class RequestBuilder:
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one. Any other begins at all first stages (None); where each
-        of those accepts something, and one of them audio, at the one that accepts what it has."""
+        of those accepts something, and one of them audio or an image, at the one that accepts what it has."""
         name = prompt.get("stage")
         if name is None:
             first = {stage.accepts: stage for stage in self._config.stage_args if not stage.engine_input_source}
-            if None in first or "audio" not in first:
+            media = [kind for kind in _MEDIA if kind in first]
+            if None in first or not media:
                 return None
-            has_sound = "audio" in (prompt.get("multi_modal_data") or {})
-            return first.get("audio" if has_sound else "text")
+            given = prompt.get("multi_modal_data") or {}
+            return first.get(next((kind for kind in media if kind in given), "text"), first[media[0]])
         accepting = {stage.name: stage for stage in self._config.stage_args if stage.accepts is not None}
         if name not in accepting:
             known = f"it has {', '.join(accepting)}" if accepting else "it has none"
-            raise ValueError(f"this pipeline has no stage {name!r} that accepts text or audio of a caller ({known})")
+            raise ValueError(f"this pipeline has no stage {name!r} that accepts input of a caller ({known})")
         return accepting[name]
 
     def _with_rendered_chat(self, prompt: OmniPrompt) -> OmniPrompt:
@@ -499,9 +505,17 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
     if stage.accepts == "text":
         text = read_text(prompt.get("prompt"), "prompt")
         given.completions = [Completion(text=text, finish_reason="stop")]
+        return given
+    media = prompt.get("multi_modal_data") or {}
+    if stage.accepts == "audio":
+        given.tensors = {"audio": read_sound(media.get("audio"), "audio", SOUND_RATE, MAX_SOUND_S)}
     else:
-        sound = (prompt.get("multi_modal_data") or {}).get("audio")
-        given.tensors = {"audio": read_sound(sound, "audio", SOUND_RATE, MAX_SOUND_S)}
+        images = read_images({"image": media.get("image")}, MAX_PIXELS)
+        if len(images) != 1:
+            raise ValueError(
+                f"stage {stage.name!r} takes one image, not {len(images)}: multi_modal_data={{'image': picture}}"
+            )
+        given.tensors = {"image": images[0]}
     return given
 
 

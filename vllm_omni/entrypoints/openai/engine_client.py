@@ -326,7 +326,7 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                        output = _delta_output(event, request_id, prompt_token_ids)
+                        output = delta_output(event, request_id, prompt_token_ids)
                         yield output
                         continue
                     if isinstance(event, CompletedEvent):
@@ -466,7 +466,8 @@ def _engine_times(event: CompletedEvent, stage_id: int) -> RequestStateStats | N
     )
 
 
-def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+def delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+    """A segment of text as an output of vLLM's engine."""
     completion = CompletionOutput(
         index=event.index,
         text=event.text,

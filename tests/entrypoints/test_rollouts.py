@@ -1,45 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of sampled tokens are those that a trainer computes of the same tokens, in float32."""
+"""What a trainer computes for sampled tokens and codes is what their outputs say, alone and among others."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.entrypoints.conftest import start
-from vllm_omni import OmniRequestOutput
+from tests.entrypoints.fake_pipelines import quick_servers
+from vllm_omni import OmniLLM, OmniRequestOutput
+from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.testing.oracles.csm import CsmReference, as_conversation
 
-TOLERANCE = 1e-5
-PROMPTS = ["a hen", "two hens and a fox", "a fox", "the red circle is above the blue square, is it not"]
-SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 24, "logprobs": 0, "ignore_eos": True}
+ATOL = 1e-5
+SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": 0}
+TEXTS = ["a hen", "two hens and a fox", "what is this"]
+CODES = "codes"
+
+
+def log_probs_of(output: OmniRequestOutput, index: int = 0) -> torch.Tensor:
+    """Of the sampled tokens, `[tokens]`."""
+    choice = output.outputs[index]
+    assert choice.logprobs is not None
+    return torch.tensor([row[token].logprob for row, token in zip(choice.logprobs, choice.token_ids, strict=True)])
+
+
+def gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
 @torch.no_grad()
-def logprobs_of(model: torch.nn.Module, output: OmniRequestOutput) -> torch.Tensor:
-    """`[num_tokens]`, of the sampled tokens."""
-    assert output.prompt_token_ids is not None
-    sampled = list(output.outputs[0].token_ids)
-    logits = model(torch.tensor([[*output.prompt_token_ids, *sampled]])).logits[0]
-    rows = logits[-len(sampled) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, torch.tensor(sampled)[:, None])[:, 0]
-
-
-def reported(output: OmniRequestOutput) -> torch.Tensor:
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    return torch.tensor([each[i].logprob for each, i in zip(completion.logprobs, completion.token_ids, strict=True)])
-
-
-def test_logprobs_are_the_trainers(tiny_qwen3: Path) -> None:
-    """Of requests that are computed together, and alone."""
+def test_log_probabilities_of_sampled_tokens(tiny_qwen3: Path) -> None:
+    params = {**SAMPLED, "n": 4, "max_tokens": 24, "ignore_eos": True, "seed": 1}
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
     with start(tiny_qwen3, max_model_len=256) as llm:
-        together = llm.generate(PROMPTS, [SAMPLED | {"seed": 7}], use_tqdm=False)
-        alone = [llm.generate([prompt], [SAMPLED | {"seed": 7}], use_tqdm=False)[0] for prompt in PROMPTS]
-    for batched, single in zip(together, alone, strict=True):
-        assert batched.outputs[0].token_ids == single.outputs[0].token_ids
-        assert len(batched.outputs[0].token_ids) == SAMPLED["max_tokens"]
-        for output in (batched, single):
-            difference = (reported(output) - logprobs_of(model, output)).abs().max().item()
-            assert difference == pytest.approx(0, abs=TOLERANCE)
+        outputs = [*llm.generate(TEXTS, [params], use_tqdm=False), *llm.generate(TEXTS[:1], [params], use_tqdm=False)]
+    for output in outputs:
+        for index, choice in enumerate(output.outputs):
+            tokens = torch.tensor([*(output.prompt_token_ids or ()), *choice.token_ids])
+            logits = model(tokens[None]).logits[0, -len(choice.token_ids) - 1 : -1]
+            expected = gather(logits, torch.tensor(choice.token_ids))
+            torch.testing.assert_close(log_probs_of(output, index), expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_log_probabilities_of_sampled_codes(tiny_csm: Path, tmp_path: Path) -> None:
+    """The first code of each frame; a stage with `final_output` returns them, with all codes of the frame."""
+    config = yaml.safe_load((stage_configs_dir() / "csm.yaml").read_text())
+    config["stage_args"][0] |= {"final_output": True, "final_output_type": CODES}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(config))
+    reference = CsmReference(tiny_csm)
+    params: list[Any] = [{**SAMPLED, "max_tokens": 20, "seed": 1}, None]
+    limits: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+    with quick_servers(), OmniLLM(str(tiny_csm), str(file), dtype="float32", **limits) as llm:
+        batches = [llm.generate(texts, params, use_tqdm=False) for texts in (TEXTS, TEXTS[:1])]
+    prompts = [*TEXTS, TEXTS[0]]
+    found = [output for outputs in batches for output in outputs if output.final_output_type == CODES]
+    assert len(found) == len(prompts)
+    for prompt, output in zip(prompts, found, strict=True):
+        codes = output.multimodal_output[CODES]
+        tokens = torch.tensor(output.outputs[0].token_ids)
+        assert len(tokens) > 2 and torch.equal(codes[: len(tokens), 0], tokens)
+        inputs: Any = reference.processor.apply_chat_template(
+            as_conversation({"prompt": prompt}), tokenize=True, return_dict=True
+        )
+        first = reference.model(**inputs, use_cache=True)
+        others = reference.model(input_ids=codes[None, : len(tokens) - 1], past_key_values=first.past_key_values)
+        expected = gather(torch.cat([first.logits[0, -1:], others.logits[0]]), tokens)
+        torch.testing.assert_close(log_probs_of(output), expected, atol=ATOL, rtol=0)

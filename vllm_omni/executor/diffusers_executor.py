@@ -63,6 +63,11 @@ class DiffusersPipelineExecutor:
 
         return use
 
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of the pipeline's weights that are in host memory."""
+        return self._runner.host_weight_bytes
+
     def close(self) -> None:
         """Ends other processes of the denoiser."""
         self._worker.close()

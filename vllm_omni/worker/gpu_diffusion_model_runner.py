@@ -82,6 +82,12 @@ class DiffusionModelRunner:
         self.sample_rate = _find_sample_rate(pipe)
         self.prompt_cache = PromptCache(config.prompt_cache_bytes)
 
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of the pipeline's weights that are in host memory."""
+        weights = (weight for module in modules_of(self._pipe).values() for weight in module.parameters())
+        return sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
+
     def check_adapter(self, name: str, path: str) -> None:
         """Raises as `AdapterManager.check`."""
         self._adapters.check(name, path)

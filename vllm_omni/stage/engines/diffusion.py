@@ -126,6 +126,9 @@ class DiffusionStageEngine(StageEngine):
     def _weight_folder(self) -> WeightFolder:
         return WeightFolder(self._model, self._config.revision)
 
+    def _weight_bytes(self) -> int:
+        return self._executor.host_weight_bytes
+
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         return self._executor.load_beside(str(folder))
 

@@ -68,15 +68,15 @@ def train_step(
 
 
 def compare(model: Any, llm: OmniLLM) -> None:
-    """Prints how fast rollouts are, and transformers with a batch for each prompt, on greedy tokens, which are the same."""
+    """Prints how fast rollouts are, and transformers with a batch for each prompt: of greedy tokens, which are equal."""
     sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
     model.generation_config.eos_token_id = None
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
     for _ in range(2):  # The first round warms up.
-        outputs, ours = timed(lambda: llm.generate(prompts, [sampling], use_tqdm=False))
-        ids = [outputs[i * GROUP_SIZE].prompt_token_ids for i in range(len(PROMPTS))]
-        rows = [torch.tensor([each] * GROUP_SIZE) for each in ids]
-        made, theirs = timed(lambda: [generate(model, each) for each in rows])
+        outputs, ours = timed(llm.generate, prompts, [sampling], False)
+        groups = outputs[::GROUP_SIZE]
+        rows = [torch.tensor([output.prompt_token_ids] * GROUP_SIZE) for output in groups]
+        made, theirs = timed(generate, model, rows)
     expected = [reply for batch, each in zip(made, rows, strict=True) for reply in batch[:, each.shape[1] :].tolist()]
     equal = [list(output.outputs[0].token_ids) == reply for output, reply in zip(outputs, expected, strict=True)]
     count = len(prompts) * NUM_TOKENS
@@ -87,15 +87,15 @@ def compare(model: Any, llm: OmniLLM) -> None:
     )
 
 
-def generate(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    return model.generate(
-        rows, attention_mask=torch.ones_like(rows), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
-    )
+def generate(model: Any, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Prompts `[rows, tokens]`, with the replies after them."""
+    settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0}
+    return [model.generate(rows, attention_mask=torch.ones_like(rows), **settings) for rows in batches]
 
 
-def timed(function: Callable[[], T]) -> tuple[T, float]:
+def timed(function: Callable[..., T], *args: Any) -> tuple[T, float]:
     started = time.perf_counter()
-    return function(), time.perf_counter() - started
+    return function(*args), time.perf_counter() - started
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def train_step(
 
 
 def compare(model: Any, llm: OmniLLM) -> None:
-    """Prints how fast rollouts are, and transformers with a batch for each prompt: of greedy tokens, which are equal."""
+    """Prints how fast rollouts are, and transformers with a batch for each prompt, of greedy tokens."""
     sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
     model.generation_config.eos_token_id = None
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]

@@ -262,6 +262,9 @@ def test_a_copy_of_the_scheduler_steps_by_itself() -> None:
             made = one.step(zeros, timestep, zeros, return_dict=False)[0]
             torch.testing.assert_close(made, scheduler.sigmas[index + 1] * torch.randn(SHAPE, generator=noise))
     assert len(recorder.trajectory().noise) == 2
+    made = type(scheduler).from_config(scheduler.config)
+    made.set_timesteps(3)
+    assert made.step(zeros, made.timesteps[0], zeros, return_dict=False)[0].std() > 0
 
 
 def test_a_learned_deviation_is_refused() -> None:

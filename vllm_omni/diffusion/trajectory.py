@@ -47,7 +47,11 @@ class StepHook:
         return self._call(scheduler, step, bound)
 
     def _call(self, scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
-        return step(*bound.args, **bound.kwargs)
+        return _call(scheduler, step, bound)
+
+
+def _call(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+    return step(*bound.args, **bound.kwargs)
 
 
 def hook_steps(scheduler: Any, hook: StepHook) -> None:
@@ -65,7 +69,8 @@ def _hooked(scheduler_class: type) -> type:
 
     @functools.wraps(method)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, _HOOK)(self, method, signature.bind(self, *args, **kwargs))
+        hook = getattr(self, _HOOK)  # None of another scheduler that a pipeline makes of the class.
+        return (hook or _call)(self, method, signature.bind(self, *args, **kwargs))
 
     members = {"step": step, "__module__": scheduler_class.__module__, _HOOK: None}
     return type(scheduler_class.__name__, (scheduler_class,), members)

@@ -16,6 +16,7 @@ from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
     DiffusionPipeline,
+    DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     LCMScheduler,
@@ -215,12 +216,24 @@ def lcm_std(scheduler: Any, index: int) -> float:
     return float(1 - scheduler.alphas_cumprod[scheduler.timesteps[index + 1]]) ** 0.5
 
 
+def dpm_std(scheduler: Any, index: int) -> float:
+    """Of SDE-DPM-Solver++, whose second steps read the prediction of the one before."""
+    (alpha, sigma), (alpha_before, sigma_before) = (
+        scheduler._sigma_to_alpha_sigma_t(scheduler.sigmas[at]) for at in (index + 1, index)
+    )
+    if sigma == 0:
+        return 0.0
+    step = (alpha / sigma).log() - (alpha_before / sigma_before).log()
+    return float(sigma * (1 - (-2 * step).exp()) ** 0.5)
+
+
 SCHEDULERS: dict[str, tuple[Any, dict[str, Any], Callable[[Any, int], float]]] = {
     "flow": (FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), {}, lambda it, i: float(it.sigmas[i + 1])),
     "ancestral": (EulerAncestralDiscreteScheduler(), {}, ancestral_std),
     "ddim": (DDIMScheduler(), {"eta": 0.5}, ddim_std),
     "ddpm": (DDPMScheduler(), {}, ddpm_std),
     "lcm": (LCMScheduler(), {}, lcm_std),
+    "dpm": (DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"), {}, dpm_std),
 }
 
 

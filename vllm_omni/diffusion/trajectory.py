@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from vllm_omni.outputs import Trajectory
 
 _HOOK = "_omni_step_hook"
+_MUCH = 1024.0
+"""Noise beside which rounding is little, and which half precision can hold."""
 _LOG_SQRT_2_PI = math.log(2 * math.pi) / 2
 
 
@@ -195,19 +197,20 @@ class _Noise(TorchFunctionMode):
 
 
 def _deviations(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArguments) -> torch.Tensor:
-    """The least and the greatest factor of the noise in a step, `[2]`: what is left of the step without all else.
+    """The least and the greatest factor of the noise in a step, `[2]`: what is left of a step of zeros, without what is
+    left of earlier steps.
 
     Args:
         scheduler: As it was before the step.
     """
     zeros = {name: torch.zeros_like(bound.arguments[name]) for name in ("sample", "model_output")}
     results = []
-    for value in (1.0, 0.0):
+    for value in (_MUCH, 0.0):
         arguments = {**bound.arguments, **zeros, "self": copy.deepcopy(scheduler)}
         without = inspect.BoundArguments(bound.signature, arguments)  # type: ignore[arg-type]
         with _Noise(value):
             results.append(step(*without.args, **without.kwargs)[0].float())
-    return _on_cpu(torch.stack((results[0] - results[1]).aminmax()))
+    return _on_cpu(torch.stack(((results[0] - results[1]) / _MUCH).aminmax()))
 
 
 def _log_prob(noise: torch.Tensor | None, deviation: torch.Tensor) -> float:

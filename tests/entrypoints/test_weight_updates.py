@@ -202,11 +202,13 @@ def test_the_next_process_has_the_last_weights_or_takes_no_requests(
 def little_memory(llm: OmniLLM, num_bytes: int) -> Iterator[None]:
     """The stage's process gets no more than this."""
     pid = process(llm)
-    before = resource.prlimit(pid, resource.RLIMIT_AS)
-    limit = psutil.Process(pid).memory_info().vms + num_bytes
-    resource.prlimit(pid, resource.RLIMIT_AS, (limit, before[1]))
-    yield
-    resource.prlimit(pid, resource.RLIMIT_AS, before)
+    before = resource.prlimit(pid, resource.RLIMIT_DATA)
+    limit = psutil.Process(pid).memory_info().data + num_bytes
+    resource.prlimit(pid, resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_DATA, before)
 
 
 def test_weights_that_do_not_fit_beside_the_others_change_nothing(
@@ -244,6 +246,22 @@ def test_weights_in_8_bits_are_rounded_again(tiny_qwen3: Path, new_weights: Path
         expected, _ = generate(other)
     assert expected != in_float
     with start(tiny_qwen3, max_model_len=256, quantization="int8") as llm:
+        before = generate(llm)
+        update(llm, new_weights, "step-1")
+        assert generate(llm) == (expected, {"step-1"})
+        update(llm, tiny_qwen3, "default")
+        assert generate(llm) == before
+
+
+@pytest.mark.slow
+def test_each_worker_of_a_stage_gets_its_part(
+    tiny_qwen3: Path, new_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    arguments: dict[str, Any] = {"max_model_len": 256, "tensor_parallel_size": 2}
+    with start(with_weights_of(tiny_qwen3, new_weights, tmp_path / "whole"), **arguments) as other:
+        expected, _ = generate(other)
+    with start(tiny_qwen3, **arguments) as llm:
         before = generate(llm)
         update(llm, new_weights, "step-1")
         assert generate(llm) == (expected, {"step-1"})

@@ -146,5 +146,5 @@ def test_weights_that_do_not_fit_beside_the_others_are_refused(
     if available > 5 << 29:
         engine.control(verb)
         return
-    with pytest.raises(ValueError, match="the new weights take 2.50 GiB beside its own, and 2.00 GiB are free"):
+    with pytest.raises(ValueError, match=r"new weights take 2\.50 GiB beside its own, and 2\.00 GiB are free"):
         engine.control(verb)

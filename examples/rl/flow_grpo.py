@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"height": 96, "width": 96, "num_inference_steps": 6,
 LATENTS = (8, 12, 12)
 CLIP = 1e-3
 """Of a ratio of probabilities, each the mean of all elements of the latents."""
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-4
 
 
 def reward_of(picture: Image.Image, colour: str) -> float:
@@ -170,7 +170,10 @@ def main() -> None:
         embeds = pipe.encode_prompt(list(PROMPTS), do_classifier_free_guidance=False)[0]
     optimizer = torch.optim.AdamW(pipe.transformer.parameters(), LEARNING_RATE, weight_decay=0)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # Stages then read the weights as memory.
-    with tempfile.TemporaryDirectory(dir=memory, prefix="flow-grpo-") as made, OmniLLM(str(checkpoint)) as llm:
+    with (
+        tempfile.TemporaryDirectory(dir=memory, prefix="flow-grpo-") as made,
+        OmniLLM(str(checkpoint), max_batch_size=len(PROMPTS) * GROUP_SIZE) as llm,
+    ):
         if args.compare:
             compare(pipe, embeds, llm)
         for step in range(args.steps):

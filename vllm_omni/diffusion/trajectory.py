@@ -59,7 +59,8 @@ def _call(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArgument
 def hook_steps(scheduler: Any, hook: StepHook) -> None:
     """Calls a hook instead of the steps of this scheduler, and of copies of it."""
     if _HOOK not in vars(type(scheduler)):
-        scheduler.__class__ = _hooked(type(scheduler))
+        scheduler_class: type = type(scheduler)
+        scheduler.__class__ = _hooked(scheduler_class)
     setattr(scheduler, _HOOK, hook)
 
 
@@ -142,7 +143,7 @@ class TrajectoryRecorder(StepHook):
             result = super()._call(scheduler, step, bound)
         if len(noise.drawn) > 1 or any(drawn.shape != sample.shape for drawn in noise.drawn):
             raise ValueError(f"return_trajectory: {name} draws more than one noise of the shape of the latents")
-        if noise.drawn and predicted.shape != sample.shape:
+        if noise.drawn and getattr(predicted, "shape", None) != sample.shape:
             raise ValueError(f"return_trajectory: {name} gets the deviation of the noise from the network")
         self._check_size(scheduler, 2 * sample.nbytes)  # It has noise, too, if only zeros.
         self._steps.append(
@@ -207,7 +208,7 @@ def _deviations(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundAr
     results = []
     for value in (_MUCH, 0.0):
         arguments = {**bound.arguments, **zeros, "self": copy.deepcopy(scheduler)}
-        without = inspect.BoundArguments(bound.signature, arguments)  # type: ignore[arg-type]
+        without = inspect.BoundArguments(bound.signature, arguments)
         with _Noise(value):
             results.append(step(*without.args, **without.kwargs)[0].float())
     return _on_cpu(torch.stack(((results[0] - results[1]) / _MUCH).aminmax()))

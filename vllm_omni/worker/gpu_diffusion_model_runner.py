@@ -201,7 +201,8 @@ class DiffusionModelRunner:
         Raises:
             ValueError: The pipeline has no such scheduler.
         """
-        job, scheduler = running.job, getattr(running.call.pipe, "scheduler", None)
+        job = running.job
+        scheduler: Any = getattr(running.call.pipe, "scheduler", None)
         if not hasattr(scheduler, "step"):
             if job.trajectory_bytes is not None or job.stochastic_sampling is not None:
                 name = type(running.call.pipe).__name__
@@ -284,7 +285,8 @@ class DiffusionModelRunner:
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
             output, sound = _as_output(call.result), _sound_of(call.result)
-            end = JobEnd(job, output, sound, running.recorder and running.recorder.trajectory())
+            recorder = running.recorder
+            end = JobEnd(job, output, sound, None if recorder is None else recorder.trajectory())
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:

@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"height": 96, "width": 96, "num_inference_steps": 6,
 LATENTS = (8, 12, 12)
 CLIP = 1e-3
 """Of a ratio of probabilities, each the mean of all elements of the latents."""
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 1e-4
 
 
 def reward_of(picture: Image.Image, colour: str) -> float:

@@ -63,6 +63,7 @@ class DiffusionInputProcessor:
         self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
+        self._has_trajectory = stage.final_output and self._config.part != "encoder"
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
         self._needs_last_image = reads_last_image(model, self._info.index, self._config.revision)
         if self._is_first:
@@ -176,6 +177,8 @@ class DiffusionInputProcessor:
             raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; remove it")
         if params.preview_every and made == "audio":
             raise ValueError("preview_every: audio has no previews; remove it")
+        if params.return_trajectory and not self._has_trajectory:
+            raise ValueError("return_trajectory: this stage's output is not one of the pipeline's; remove it")
         check_output_format(made, params.output_format)
 
     def _check_adapter(self, lora_request: LoRARequest | None) -> None:

@@ -77,6 +77,11 @@ class DiffusersPipelineExecutor:
         """Takes the memory again. Returns whether the weights are there; else `load_beside` has to load them."""
         return self._worker.wake_up()
 
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of the pipeline's weights that are in host memory."""
+        return self._runner.host_weight_bytes
+
     def close(self) -> None:
         """Ends other processes of the denoiser."""
         self._worker.close()

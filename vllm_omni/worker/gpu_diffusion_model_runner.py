@@ -36,6 +36,7 @@ from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
+from vllm_omni.diffusion.trajectory import StepHook, TrajectoryRecorder, hook_steps
 from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
@@ -86,6 +87,12 @@ class DiffusionModelRunner:
     def networks(self) -> list[torch.nn.Module]:
         """The pipeline's networks; those that a stage's part leaves out have no weights, and are on another device."""
         return list(modules_of(self._pipe).values())
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of the pipeline's weights that are in host memory."""
+        weights = (weight for network in self.networks for weight in network.parameters())
+        return sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
 
     def check_adapter(self, name: str, path: str) -> None:
         """Raises as `AdapterManager.check`."""
@@ -194,13 +201,35 @@ class DiffusionModelRunner:
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
         # Not "pt": some pipelines return tensors of another range then.
         own = {
-            "generator": torch.Generator().manual_seed(job.seed),
+            "generator": self._prepare_steps(running, torch.Generator().manual_seed(job.seed)),
             "output_type": "latent" if job.latents_only else "np",
         }
         if arguments.get("padding_mask_crop") is not None and not job.latents_only:
             own["output_type"] = "pil"  # The only one that pipelines put the crop back into.
         known = call_parameters(job.pipeline_class)
         return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
+
+    def _prepare_steps(self, running: RunningJob, generator: torch.Generator) -> torch.Generator:
+        """Sets how the scheduler steps, with this generator.
+
+        Raises:
+            ValueError: The pipeline has no such scheduler.
+        """
+        job = running.job
+        scheduler: Any = getattr(running.call.pipe, "scheduler", None)
+        if not hasattr(scheduler, "step"):
+            if job.trajectory_bytes is not None or job.stochastic_sampling is not None:
+                name = type(running.call.pipe).__name__
+                raise ValueError(f"{name} has no scheduler for return_trajectory and stochastic_sampling; remove them")
+            return generator
+        if job.stochastic_sampling is not None:
+            if "stochastic_sampling" not in scheduler.config:
+                raise ValueError(f"{type(scheduler).__name__} has no stochastic_sampling; remove it")
+            scheduler.register_to_config(stochastic_sampling=job.stochastic_sampling)
+        if job.trajectory_bytes is not None:
+            running.recorder = TrajectoryRecorder(generator, scheduler, job.trajectory_bytes)
+        hook_steps(scheduler, running.recorder or StepHook(generator))
+        return generator
 
     def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """The pipeline has computed its sizes and encoded the prompt."""
@@ -299,7 +328,9 @@ class DiffusionModelRunner:
                 self._find_changes(running)
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            end = JobEnd(job, _as_output(call.result), _sound_of(call.result))
+            output, sound = _as_output(call.result), _sound_of(call.result)
+            recorder = running.recorder
+            end = JobEnd(job, output, sound, None if recorder is None else recorder.trajectory())
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:

@@ -39,7 +39,7 @@ from vllm_omni.media import encode_outputs, to_pil
 from vllm_omni.metrics.logs import get_logger
 from vllm_omni.metrics.memory import device_bytes, resident_bytes
 from vllm_omni.metrics.stats import CacheCounts
-from vllm_omni.outputs import StageOutput
+from vllm_omni.outputs import StageOutput, pack_trajectories
 from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
     AbortRequest,
@@ -157,6 +157,9 @@ class DiffusionStageEngine(StageEngine):
     def _weight_folder(self) -> WeightFolder:
         return WeightFolder(self._model, self._config.revision)
 
+    def _weight_bytes(self) -> int:
+        return self._executor.host_weight_bytes
+
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         return self._executor.load_beside(str(folder))
 
@@ -214,6 +217,7 @@ class DiffusionStageEngine(StageEngine):
             arguments["image"] = self._info.image_argument(pipeline_class, images)
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
+        max_bytes = self._config.max_trajectory_bytes // len(diffusion.seeds)
         return [
             DiffusionJob(
                 request_id=item.request_id,
@@ -224,6 +228,8 @@ class DiffusionStageEngine(StageEngine):
                 latents_only=params.output_format == "latent",
                 adapter=Adapter(diffusion.lora_name, diffusion.lora_path, params.lora_scale),
                 preview_every=params.preview_every if item.streams_output else 0,
+                stochastic_sampling=params.stochastic_sampling,
+                trajectory_bytes=max_bytes if params.return_trajectory else None,
                 encoded_prompts=encoded_prompts,
                 on_progress=partial(self._on_progress, item.request_id),
             )
@@ -280,6 +286,7 @@ class DiffusionStageEngine(StageEngine):
         params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
             tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate, sounds)
+            tensors |= pack_trajectories([end.trajectory for end in ends if end.trajectory is not None])
             self._emit(request_id, tensors, data)
         except Exception as error:
             self.outbox.put(Error.from_exception(request_id, error))

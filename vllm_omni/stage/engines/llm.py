@@ -188,6 +188,9 @@ class LLMStageEngine(StageEngine):
             raise ValueError("its compiled model keeps its weights; set enforce_eager: true")
         return WeightFolder(config.model_config.model, config.model_config.revision, self._part)
 
+    def _weight_bytes(self) -> int:
+        return sum(self._engine.collective_rpc("weight_bytes"))
+
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         self._engine.collective_rpc("load_weights_beside", args=(str(folder),))
 

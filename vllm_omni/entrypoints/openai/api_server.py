@@ -166,6 +166,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
     app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
     app.state.omni_sessions = Sessions(args)
+    client.llm.watch_speculations(app.state.omni_sessions.speculations.counts)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(

@@ -82,13 +82,14 @@ def _model() -> Any:
 
 @dataclass(frozen=True)
 class Turn:
-    """Speech has started, paused or stopped. It stops after a pause, unless the silence of a turn's end is shorter.
+    """Speech has started, paused, resumed or stopped. It stops after a pause, unless the silence of a turn's end is
+    shorter.
 
     Attributes:
         at_ms: When, in the sound of the session. A start is `prefix_padding_ms` before the speech.
     """
 
-    kind: Literal["started", "paused", "stopped"]
+    kind: Literal["started", "paused", "resumed", "stopped"]
     at_ms: int
 
 
@@ -162,11 +163,13 @@ class TurnDetector:
             return Turn("started", max(self._start_ms, speech_ms - self._prefix_ms))
         silence_ms = _ms(self._num_read - self._speech_end)
         if probability >= self._threshold - _HYSTERESIS:
-            self._speech_end, self._is_paused = self._num_read, False
-        elif silence_ms >= self._silence_ms:
+            self._speech_end, was_paused = self._num_read, self._is_paused
+            self._is_paused = False
+            return Turn("resumed", self._start_ms + _ms(self._num_read - _WINDOW)) if was_paused else None
+        if silence_ms >= self._silence_ms:
             self._speech_end, self._is_paused = None, False
             return Turn("stopped", self._start_ms + _ms(self._num_read))
-        elif silence_ms >= _PAUSE_MS and not self._is_paused:
+        if silence_ms >= _PAUSE_MS and not self._is_paused:
             self._is_paused = True
             return Turn("paused", self._start_ms + _ms(self._num_read))
         return None

@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import gc
 import json
 import re
 import time
@@ -29,8 +30,8 @@ SPEECH = np.full(12_000, 16_384, "<i2")
 PAUSE = np.zeros(2400, "<i2")
 """100 ms, which are a pause; three of them end a turn."""
 HEARING: Any = {"turn_detection": {"type": "server_vad"}}
-TIMEOUT_S = 60
-_ID = re.compile(r"\b(?:event|item|resp|conv|call)_[0-9a-f]{20,}")
+TIMEOUT_S = 20
+_ID = re.compile(r"\b(?:event|item|resp|conv|call)_[0-9a-f]{8,}")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ class SlowChat(FakeChat):
     Attributes:
         may_end: Whether an answer goes on after its first delta.
         num_begun, num_ended, num_complete: Answers of which the first delta was read; that have ended, aborted or not;
-            that were read to the end.
+            whose last delta was made.
         heard: Of each request the samples of its sounds, or its texts.
         error: What the next answer raises, once.
     """
@@ -79,8 +80,8 @@ class SlowChat(FakeChat):
                 while not self.may_end:
                     await asyncio.sleep(0.01)
             usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
-            yield ChatDelta(finish_reason="stop", usage=usage)
             self.num_complete += 1
+            yield ChatDelta(finish_reason="stop", usage=usage)
         finally:
             self.num_ended += 1
 
@@ -338,13 +339,13 @@ def test_a_client_that_ends_the_turn_itself(end: str) -> None:
         else:
             await session.configure(audio={"input": {"turn_detection": None}})
             await hear(session)
-        await send(session, np.concatenate([PAUSE, PAUSE]))
         await pause(session)
         events = await stop(session)
         assert types_of(events).count("response.created") == 1
 
     converse(app, main, model=MODEL, manual=False)
-    assert counts_of(app) == (2, 1, 5) and len(chat.heard) == 2
+    # After `commit` speech goes on in a turn that has been committed in part.
+    assert counts_of(app) == ((1, 0, 5) if end == "commit" else (2, 1, 5)) and len(chat.heard) == 2
 
 
 def test_a_client_cannot_cancel_what_it_does_not_know() -> None:
@@ -383,7 +384,7 @@ def test_a_client_that_disconnects_leaves_nothing() -> None:
             await wait_until(lambda: chat.num_begun == 1)
             assert sessions_of(app).budget.num_bytes > MAX_UNSENT_BYTES, "what the answer may hold is counted"
         await wait_until(lambda: chat.num_ended == 1)
-        await wait_until(lambda: sessions_of(app).budget.num_bytes == 0)
+        await wait_until(lambda: gc.collect() >= 0 and sessions_of(app).budget.num_bytes == 0)
 
     with over_http(app) as url:
         asyncio.run(main(url))
@@ -493,7 +494,7 @@ def test_no_answer_is_begun_without_memory_for_it(chat: SlowChat) -> None:
         await send(session, SPEECH)
         await session.until("input_audio_buffer.speech_started")
         full = budget.share("another client")
-        full.set((24 << 20) - budget.num_bytes - 8_000)
+        full.set((24 << 20) - budget.num_bytes - 16_000)
         await send(session, PAUSE)
         await session.connection.conversation.item.retrieve(item_id="none")
         await session.error()

@@ -227,7 +227,8 @@ class Session(EventSession):
         if turn.kind == "paused":
             if self._turn_id is not None:
                 self._paused_ms = turn.at_ms
-                self._speculate(self._turn_id, self._buffer.copy(turn.at_ms), settings["create_response"])
+                may_be_answered = turn.may_end and settings["create_response"]
+                self._speculate(self._turn_id, self._buffer.copy(turn.at_ms), may_be_answered)
             return
         if turn.kind == "resumed":
             self._paused_ms = None
@@ -249,13 +250,13 @@ class Session(EventSession):
         finally:
             self._speculation.drop()  # Unless it was promoted.
 
-    def _speculate(self, item_id: str, sound: Sound, creates_response: bool) -> None:
-        """Begins what follows if the turn ends with this pause: its transcript, and its answer."""
+    def _speculate(self, item_id: str, sound: Sound, may_be_answered: bool) -> None:
+        """Begins what follows if the turn ends with this pause: its transcript, and perhaps its answer."""
         asr_settings, by_stage = self._rules.asr_settings(self._values), self._chat.asr_stage is not None
         if by_stage:
             self._transcriptions.speculate(sound, asr_settings)
         self._speculation.drop()
-        if not creates_response or self._active() or not self._has_room_for(sound):
+        if not may_be_answered or self._active() or not self._has_room_for(sound):
             return
         turn, items = _make_turn(item_id, sound, asr_settings), self._items_to_read()
         try:

@@ -27,7 +27,7 @@ from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, with_flags
-from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.examples.running import run_example
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -113,6 +113,40 @@ def test_a_conversation(app: FastAPI, detects: bool) -> None:
         num_words += len(split_words(text))
     assert understood / num_words >= 0.75
     assert len({text for _, _, text, _ in turns}) >= 3
+
+
+def test_answers_begun_at_the_pause(app: FastAPI) -> None:
+    """What the user gets is what it gets without; a question that goes on after a pause costs its first answer."""
+    skip_without_vad(True)
+    silence = np.zeros(SAMPLE_RATE, "<i2")
+    first, *others = [recording(question) for question in QUESTIONS]
+    questions = [np.concatenate([first, silence[: SAMPLE_RATE * 35 // 100], others[0]]), *others]
+
+    async def main(session: Session) -> list[tuple[float, list[str], str, bytes]]:
+        await session.configure(instructions="")
+        turns = []
+        for samples in questions:
+            await say(session, samples)
+            ended, num_before = time.perf_counter(), len(session.events)
+            rest = asyncio.create_task(say(session, silence))
+            seconds, response, speech = await answer(session, ended)
+            await rest
+            types = types_of(session.events[num_before:])
+            turns.append((seconds, types, response.output[0].content[0].transcript, speech.tobytes()))
+        return turns
+
+    begun, waiting = app, with_flags(app, "--max-speculative-responses=0")
+    counts = {name: each.state.omni_sessions.speculations.counts for name, each in (("", begun), ("0", waiting))}
+    before = counts[""].started, counts[""].promoted
+    with_it, without = (converse(each, main, manual=False) for each in (begun, waiting))
+    for (seconds, types, text, speech), (waited, types_without, text_without, speech_without) in zip(
+        with_it, without, strict=True
+    ):
+        print(f"{text} ({1000 * seconds:.0f} ms, without {1000 * waited:.0f} ms)")
+        assert types == types_without and text == text_without
+        np.testing.assert_allclose(*(np.frombuffer(each, np.float32) for each in (speech, speech_without)), atol=1e-3)
+    started, promoted = counts[""].started - before[0], counts[""].promoted - before[1]
+    assert promoted == len(questions) and started > promoted and counts["0"].started == 0
 
 
 @WAYS

@@ -27,7 +27,7 @@ from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, with_flags
-from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
 from tests.examples.running import run_example
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -131,7 +131,7 @@ def test_answers_begun_at_the_pause(app: FastAPI) -> None:
             rest = asyncio.create_task(say(session, silence))
             seconds, response, speech = await answer(session, ended)
             await rest
-            types = types_of(session.events[num_before:])
+            types = list(dict.fromkeys(event.type for event in session.events[num_before:]))
             turns.append((seconds, types, response.output[0].content[0].transcript, speech.tobytes()))
         return turns
 

@@ -192,10 +192,14 @@ async def record(client: openai.AsyncOpenAI, question: str, goes_on: bool) -> np
     return np.concatenate(pieces[:-1])
 
 
-async def converse(client: openai.AsyncOpenAI, picture: str | None, questions: Sequence[np.ndarray]) -> Answers:
+async def converse(
+    client: openai.AsyncOpenAI, detection: str, picture: str | None, questions: Sequence[np.ndarray]
+) -> Answers:
     """A session that the server's turn detection divides into turns."""
     answers = Answers()
     async with client.realtime.connect(model="tiny") as connection:
+        settings: Any = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": detection}}}}
+        await connection.session.update(session=settings)
         if picture is not None:
             content: Any = [{"type": "input_image", "image_url": picture}]
             await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
@@ -242,7 +246,9 @@ def counts_of(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-async def compare_pauses(urls: dict[str, str], model: str, num_sessions: int, num_rounds: int, report: Report) -> None:
+async def compare_pauses(
+    urls: dict[str, str], model: str, detection: str, num_sessions: int, num_rounds: int, report: Report
+) -> None:
     """Has the servers converse by turns; adds a row for each, and the ratios."""
     clients = {
         name: openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
@@ -253,12 +259,12 @@ async def compare_pauses(urls: dict[str, str], model: str, num_sessions: int, nu
     picture = _picture() if model == "shapes" else None
     found = {name: Answers() for name in urls}
     for client in clients.values():
-        await converse(client, picture, questions[:2])  # The first requests compile kernels.
+        await converse(client, detection, picture, questions[:2])  # The first requests compile kernels.
     before = {name: counts_of(url) for name, url in urls.items()}
     for number in range(num_rounds):
         for name in sorted(clients, reverse=bool(number % 2)):
             progress(f"{name}, round {number + 1} of {num_rounds}")
-            sessions = (converse(clients[name], picture, questions) for _ in range(num_sessions))
+            sessions = (converse(clients[name], detection, picture, questions) for _ in range(num_sessions))
             for answers in await asyncio.gather(*sessions):
                 found[name].first += answers.first
                 found[name].texts += answers.texts
@@ -329,13 +335,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="talk for so long, the largest of --sessions at once")
     parser.add_argument("--pauses", choices=QUESTIONS, help="compare answers begun at the pause, of this model")
+    parser.add_argument("--turn-detection", choices=["server_vad", "semantic_vad"], default="server_vad")
     args = parse(parser)
     num_rounds, num_turns = (1, min(args.turns, 2)) if args.quick else (args.rounds, args.turns)
     report = Report("realtime", {"turns": num_turns, "rounds": num_rounds})
     if args.pauses:
         with two_servers(args.pauses) as urls:
             for count in args.sessions:
-                asyncio.run(compare_pauses(urls, args.pauses, count, num_rounds, report))
+                asyncio.run(compare_pauses(urls, args.pauses, args.turn_detection, count, num_rounds, report))
         report.notes.append("pause_cN: first sound after the end of speech, begun at the pause over waiting, N at once")
         report.finish(args.output)
         return

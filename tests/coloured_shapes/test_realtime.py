@@ -64,6 +64,16 @@ async def answer(session: Session, ended: float) -> tuple[float, Any, np.ndarray
     return first, events[-1].response, np.frombuffer(speech_of(events), "<i2").astype(np.float32) / 32768
 
 
+async def show_picture(session: Session) -> None:
+    file = io.BytesIO()
+    rng = random.Random(0)
+    draw(rng, random_scene(rng)).save(file, "PNG")
+    image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    content: Any = [{"type": "input_image", "image_url": image}]
+    await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+    await session.until("conversation.item.done")
+
+
 def skip_without_vad(detects: bool) -> None:
     if detects and importlib.util.find_spec("silero_vad") is None:
         pytest.skip("the extra realtime (silero-vad) is not installed")
@@ -75,18 +85,12 @@ WAYS = pytest.mark.parametrize("detects", [False, True], ids=["committed by the 
 @WAYS
 def test_a_conversation(app: FastAPI, detects: bool) -> None:
     skip_without_vad(detects)
-    file = io.BytesIO()
-    rng = random.Random(0)
-    draw(rng, random_scene(rng)).save(file, "PNG")
-    image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     silence = np.zeros(SAMPLE_RATE, "<i2")
 
     async def main(session: Session) -> list[tuple[str, float, str, np.ndarray]]:
         vad = {"type": "server_vad"} if detects else None
         await session.configure(audio={"input": {"turn_detection": vad}})
-        content: Any = [{"type": "input_image", "image_url": image}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-        await session.until("conversation.item.done")
+        await show_picture(session)
         turns = []
         for question in QUESTIONS:
             await say(session, recording(question), is_recorded=not detects)
@@ -123,7 +127,7 @@ def test_answers_begun_at_the_pause(app: FastAPI) -> None:
     questions = [np.concatenate([first, silence[: SAMPLE_RATE * 35 // 100], others[0]]), *others]
 
     async def main(session: Session) -> list[tuple[float, list[str], str, bytes]]:
-        await session.configure(instructions="")
+        await show_picture(session)
         turns = []
         for samples in questions:
             await say(session, samples)

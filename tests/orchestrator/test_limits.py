@@ -99,6 +99,21 @@ def test_a_full_pipeline_refuses_or_blocks() -> None:
         caller.wait_one()
 
 
+def test_a_request_would_wait_where_others_wait_in_a_stage_or_all_are_paused() -> None:
+    with running(*STAGES, max_inflight=3) as caller:
+        orchestrator = caller.orchestrator
+        assert not orchestrator.would_wait()
+        caller.submit("working", fake_seconds=FAR, fake_only="slow")
+        wait_until(lambda: not orchestrator.would_wait() and sum(orchestrator.activity().values()) > 0)
+        assert orchestrator.would_wait(2)
+        queued = caller.submit("queued in a stage", fake_seconds=FAR, fake_only="slow")
+        wait_until(orchestrator.would_wait)
+        orchestrator.abort([queued])
+        wait_until(lambda: not orchestrator.would_wait())
+        orchestrator.pause()
+        wait_until(orchestrator.would_wait)
+
+
 def test_closing_wakes_callers_that_wait_for_room() -> None:
     errors: list[Exception] = []
     with running(*STAGES, max_inflight=1, max_queued=0) as caller:

@@ -14,7 +14,8 @@ when it is first compared.
 
 `--pauses MODEL` (`shapes` or `talk`): instead, users of `--sessions` speak questions in real time to two servers by
 turns. Their turn detection ends the turns; one begins answers at the pause, the other does not
-(`--max-speculative-responses 0`). Every other question has a pause of a third of a second after its first half.
+(`--max-realtime-speculative-responses 0`). Every other question has a pause of a third of a second after its first
+half.
 """
 
 import asyncio
@@ -242,7 +243,7 @@ async def converse(
 def counts_of(url: str) -> dict[str, float]:
     """The server's counts of speculative answers."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
-        found = re.findall(r"speculative_responses_(\w+)_total{.*} (\S+)", response.read().decode())
+        found = re.findall(r"realtime_speculative_responses_(\w+)_total{.*} (\S+)", response.read().decode())
     return {name: float(value) for name, value in found}
 
 
@@ -305,7 +306,7 @@ def two_servers(model: str) -> Iterator[dict[str, str]]:
     flags = ("--served-model-name=tiny", "--realtime-lead-s=600", *SHORT_ANSWERS[model])
     with TemporaryDirectory() as folder, ExitStack() as servers:
         urls = {}
-        for name, own in (("waiting", ("--max-speculative-responses=0",)), ("at the pause", ())):
+        for name, own in (("waiting", ("--max-realtime-speculative-responses=0",)), ("at the pause", ())):
             progress(f"the server: {name}")
             urls[name] = servers.enter_context(start_server(omni_server(Path(model), *flags, *own), Path(folder)))
         yield urls

@@ -139,7 +139,7 @@ def test_answers_begun_at_the_pause(app: FastAPI) -> None:
             turns.append((seconds, types, response.output[0].content[0].transcript, speech.tobytes()))
         return turns
 
-    begun, waiting = app, with_flags(app, "--max-speculative-responses=0")
+    begun, waiting = app, with_flags(app, "--max-realtime-speculative-responses=0")
     counts = {name: each.state.omni_sessions.speculations.counts for name, each in (("", begun), ("0", waiting))}
     before = counts[""].started, counts[""].promoted
     with_it, without = (converse(each, main, manual=False) for each in (begun, waiting))

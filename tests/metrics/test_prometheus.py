@@ -98,12 +98,12 @@ def test_the_callers_cache_of_media_is_read_by_a_scrape(observer):
 
 
 def test_the_speculative_answers_of_a_server_are_read_by_a_scrape(observer):
-    assert scrape()["speculative_responses_started_total", "0"] == 0
+    assert scrape()["realtime_speculative_responses_started_total", "0"] == 0
     counts = SpeculationCounts(started=4, promoted=3)
     observer.watch_speculations(counts)
     counts.wasted_tokens += 17
     names = ("started", "promoted", "wasted_tokens")
-    assert [scrape()[f"speculative_responses_{name}_total", "0"] for name in names] == [4, 3, 17]
+    assert [scrape()[f"realtime_speculative_responses_{name}_total", "0"] for name in names] == [4, 3, 17]
 
 
 def test_only_the_latest_snapshot_counts(observer):

@@ -71,9 +71,9 @@ EDGE_COUNTERS: dict[str, tuple[str, Callable[[EdgeStats], float]]] = {
     "edge_windows": ("Windows of the source's output passed to the stage.", lambda e: e.num_windows),
 }
 SPECULATION_COUNTERS: dict[str, tuple[str, Callable[[SpeculationCounts], float]]] = {
-    "speculative_responses_started": ("Realtime answers begun at a pause of the user.", lambda c: c.started),
-    "speculative_responses_promoted": ("Those whose turn had ended, which were sent.", lambda c: c.promoted),
-    "speculative_responses_wasted_tokens": ("Tokens of the texts of the others.", lambda c: c.wasted_tokens),
+    "realtime_speculative_responses_started": ("Realtime answers begun at a pause of the user.", lambda c: c.started),
+    "realtime_speculative_responses_promoted": ("Those whose turn had ended, which were sent.", lambda c: c.promoted),
+    "realtime_speculative_responses_wasted_tokens": ("Tokens of the texts of the others.", lambda c: c.wasted_tokens),
 }
 # By name: help, bounds, and the value of a completed request, None if it has none.
 REQUEST_HISTOGRAMS: dict[str, tuple[str, Sequence[float], Callable[[RequestSummary], float | None]]] = {

@@ -178,7 +178,7 @@ class RealtimeLimits:
     """Bytes that the realtime sessions of one API key or, without keys, address hold. At least
     --max-realtime-message-bytes; default: half of --max-total-realtime-bytes."""
 
-    max_speculative_responses: int = 4
+    max_realtime_speculative_responses: int = 4
     """Answers of realtime sessions that are begun when the user pauses, before the turn has ended, at once, while no
     request waits; 0: none is."""
 
@@ -281,7 +281,7 @@ def flag(name: str) -> str:
 
 
 def _parser_of(limit: Field[Any]) -> Callable[[str], Any]:
-    if limit.name == "max_speculative_responses":
+    if limit.name == "max_realtime_speculative_responses":
         return _not_negative_int
     return _positive_bytes if limit.name.endswith("_bytes") else _PARSERS[limit.type]
 

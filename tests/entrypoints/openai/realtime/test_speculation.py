@@ -142,7 +142,7 @@ def as_json(events: list[Any]) -> list[Any]:
 
 
 def without_speculation(chat: SlowChat, main: Callable[[Session], Any]) -> Any:
-    app = session_app(chat, max_speculative_responses=0)
+    app = session_app(chat, max_realtime_speculative_responses=0)
     answer = converse(app, main, model=MODEL, manual=False)
     assert counts_of(app) == (0, 0, 0)
     return answer
@@ -425,7 +425,7 @@ def test_two_sessions_and_one_place() -> None:
     """The other one is answered when its turn has ended; the place is free again once the first is promoted."""
     chat = make_chat(hears=True)
     chat.may_end = False
-    app = session_app(chat, max_speculative_responses=1)
+    app = session_app(chat, max_realtime_speculative_responses=1)
 
     async def main(url: str) -> None:
         opening = [opened(url, model=MODEL, manual=False) for _ in range(2)]

@@ -50,7 +50,7 @@ class Sessions:
         self.limits = limits_from(args, RealtimeLimits)
         self.budget = SessionBudget(self.limits)
         self.send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
-        self.speculations = Speculations(self.limits.max_speculative_responses)
+        self.speculations = Speculations(self.limits.max_realtime_speculative_responses)
         self._num_sessions: Counter[bytes | str] = Counter()
 
     async def serve(self, websocket: WebSocket, open: Callable[[WebSocket], Awaitable[EventSession | None]]) -> None:

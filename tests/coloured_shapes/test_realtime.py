@@ -140,7 +140,7 @@ def test_answers_begun_at_the_pause(app: FastAPI) -> None:
         return turns
 
     begun, waiting = app, with_flags(app, "--max-realtime-speculative-responses=0")
-    counts = {name: each.state.omni_sessions.speculations.counts for name, each in (("", begun), ("0", waiting))}
+    counts = {name: each.state.omni_realtime.speculations.counts for name, each in (("", begun), ("0", waiting))}
     before = counts[""].started, counts[""].promoted
     with_it, without = (converse(each, main, manual=False) for each in (begun, waiting))
     for (seconds, types, text, speech), (waited, types_without, text_without, speech_without) in zip(

@@ -31,6 +31,6 @@ def test_conversations_go_on(hears: bool, detector: type[LevelDetector], monkeyp
 
     with over_http(app, ws=web_socket_protocol(60)) as url:
         assert asyncio.run(main(int(url.rpartition(":")[2]))) == [[]] * NUM_CONVERSATIONS
-    speculations = app.state.omni_realtime._sessions.speculations
+    speculations = app.state.omni_realtime.speculations
     assert not speculations._running
     assert (speculations.counts.promoted > 0) == (detector is PausingDetector)

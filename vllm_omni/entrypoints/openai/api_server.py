@@ -166,12 +166,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
     app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
     app.state.omni_sessions = Sessions(args)
-    client.llm.watch_speculations(app.state.omni_sessions.speculations.counts)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(
             app.state.openai_serving_chat, app.state, args, app.state.omni_sessions
         )
+        client.llm.watch_speculations(app.state.omni_realtime.speculations.counts)
     app.state.omni_description = description.describe(app, client)
     if args.playground:
         _add_playground(app, args)

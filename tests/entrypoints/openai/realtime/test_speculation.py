@@ -96,7 +96,7 @@ def sessions_of(app: FastAPI) -> Sessions:
 
 
 def counts_of(app: FastAPI) -> tuple[int, int, int]:
-    counts: SpeculationCounts = sessions_of(app).speculations.counts
+    counts: SpeculationCounts = app.state.omni_realtime.speculations.counts
     return counts.started, counts.promoted, counts.wasted_tokens
 
 

@@ -23,7 +23,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm_omni.entrypoints.openai.http_errors import error_response
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
-from vllm_omni.entrypoints.openai.realtime.speculation import Speculations
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, ServerLimits, flag, limits_from
 from vllm_omni.errors import PipelineFullError
@@ -43,14 +42,12 @@ class Sessions:
         limits: Of them.
         budget: Counts what they hold.
         send_timeout_s: How long an event may wait until the client has taken those before it.
-        speculations: The answers that they have begun before their turns have ended.
     """
 
     def __init__(self, args: Namespace) -> None:
         self.limits = limits_from(args, RealtimeLimits)
         self.budget = SessionBudget(self.limits)
         self.send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
-        self.speculations = Speculations(self.limits.max_realtime_speculative_responses)
         self._num_sessions: Counter[bytes | str] = Counter()
 
     async def serve(self, websocket: WebSocket, open: Callable[[WebSocket], Awaitable[EventSession | None]]) -> None:

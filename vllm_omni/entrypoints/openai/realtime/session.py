@@ -35,7 +35,7 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.speculation import Speculation
+from vllm_omni.entrypoints.openai.realtime.speculation import Speculation, Speculations
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
@@ -63,6 +63,7 @@ class Session(EventSession):
         sample_rate: int,
         threads: Executor,
         media: MediaFetcher,
+        speculations: Speculations,
     ) -> None:
         """
         Args:
@@ -71,6 +72,7 @@ class Session(EventSession):
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
             media: Reads the images of items.
+            speculations: Those of all sessions.
         """
         super().__init__(websocket, sessions)
         self._rules, self._media, self._chat, self._threads = rules, media, chat, threads
@@ -85,7 +87,7 @@ class Session(EventSession):
             budget=self._budget,
         )
         self._responses: dict[str, Response] = {}
-        self._speculation = Speculation(sessions.speculations)
+        self._speculation = Speculation(speculations)
         self._transcriptions = InputTranscriptions(self._context, values["model"])
         self._turn_id: str | None = None  # The id of the item that is spoken.
         self._paused_ms: int | None = None  # Its last pause.

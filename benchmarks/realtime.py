@@ -65,6 +65,8 @@ QUESTIONS = {
     "talk": ("Why is the sky blue?", "What is the capital of France?", "How do birds fly?", "Why do we sleep?"),
 }
 GOES_ON_S, PIECE_S, MICROPHONE_RATE = 0.35, 0.02, 24_000
+ALIGNMENT = 24 * 160
+"""Samples of whole pieces, and of whole windows of 32 ms."""
 SHORT_ANSWERS = {"shapes": (), "talk": ("--stage.llm.default_sampling_params.max_tokens=24",)}
 
 
@@ -197,8 +199,15 @@ async def converse(
     client: openai.AsyncOpenAI, detection: str, picture: str | None, questions: Sequence[np.ndarray]
 ) -> Answers:
     """A session that the server's turn detection divides into turns."""
-    answers = Answers()
+    answers, num_sent = Answers(), 0
     async with client.realtime.connect(model="tiny") as connection:
+
+        async def send(samples: np.ndarray) -> None:
+            nonlocal num_sent
+            num_sent += len(samples)
+            audio = base64.b64encode(samples.astype("<i2").tobytes()).decode()
+            await connection.input_audio_buffer.append(audio=audio)
+
         settings: Any = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": detection}}}}
         await connection.session.update(session=settings)
         if picture is not None:
@@ -214,11 +223,12 @@ async def converse(
                     if start >= len(samples):
                         ended = ended or time.perf_counter()
                     piece = np.pad(samples[start : start + size], (0, max(0, size - max(0, len(samples) - start))))
-                    audio = base64.b64encode(piece.astype("<i2").tobytes()).decode()
-                    await connection.input_audio_buffer.append(audio=audio)
+                    await send(piece)
                     start, due = start + size, due + PIECE_S
                     await asyncio.sleep(due - time.perf_counter())
 
+            # Each question begins with a window of the detector, or its pauses would be others in each session.
+            await send(np.zeros(-num_sent % ALIGNMENT, "<i2"))
             microphone = asyncio.create_task(speak(question))
             async for event in connection:
                 if event.type == "error":

@@ -100,16 +100,19 @@ def test_a_full_pipeline_refuses_or_blocks() -> None:
 
 
 def test_a_request_would_wait_where_others_wait_in_a_stage_or_all_are_paused() -> None:
-    with running(*STAGES, max_inflight=3) as caller:
+    with running(*STAGES, max_inflight=6) as caller:
         orchestrator = caller.orchestrator
         assert not orchestrator.would_wait()
-        caller.submit("working", fake_seconds=FAR, fake_only="slow")
-        wait_until(lambda: not orchestrator.would_wait() and sum(orchestrator.activity().values()) > 0)
-        assert orchestrator.would_wait(2)
-        queued = caller.submit("queued in a stage", fake_seconds=FAR, fake_only="slow")
-        wait_until(orchestrator.would_wait)
-        orchestrator.abort([queued])
-        wait_until(lambda: not orchestrator.would_wait())
+        caller.submit("a", fake_seconds=FAR, fake_only="slow")
+        wait_until(lambda: fresh_stats(orchestrator)[1].num_running == 1)
+        assert not orchestrator.would_wait() and orchestrator.would_wait(5)
+        others = [caller.submit(name) for name in "bc"]
+        wait_until(lambda: fresh_stats(orchestrator)[1].queue_depth == 1)  # b is in the engine
+        assert orchestrator.would_wait()
+        orchestrator.abort(others)
+        caller.wait(2)
+        wait_until(lambda: fresh_stats(orchestrator)[1].queue_depth == 0)
+        assert not orchestrator.would_wait()
         orchestrator.pause()
         wait_until(orchestrator.would_wait)
 

@@ -492,7 +492,7 @@ def test_no_answer_is_begun_without_memory_for_it(chat: SlowChat) -> None:
     async def main(session: Session) -> None:
         await hear(session)
         await send(session, SPEECH)
-        await session.until("input_audio_buffer.speech_started")
+        await is_unseen(session)  # All of it has been heard.
         full = budget.share("another client")
         full.set((24 << 20) - budget.num_bytes - 16_000)
         await send(session, PAUSE)

@@ -172,6 +172,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.state.omni_realtime = realtime.ServingRealtime(
             app.state.openai_serving_chat, app.state, args, app.state.omni_sessions
         )
+        client.llm.watch_speculations(app.state.omni_realtime.speculations.counts)
     app.state.omni_description = description.describe(app, client)
     if args.playground:
         _add_playground(app, args)

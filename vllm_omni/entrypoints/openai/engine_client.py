@@ -399,6 +399,14 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
         elif context.place is None:
             context.place = self.llm.reserve(n)
 
+    def has_idle_room(self) -> bool:
+        """Whether the pipeline has room for work that may be for nothing: a request would not wait, nor does one."""
+        try:
+            self._drain_guard.check()
+            return not self.llm.would_wait()
+        except OmniError:
+            return False
+
     async def check_health(self) -> None:
         """`/health` checks each stage."""
 

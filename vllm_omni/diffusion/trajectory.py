@@ -215,7 +215,7 @@ def _deviations(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundAr
 
 
 def _log_prob(noise: torch.Tensor | None, deviation: torch.Tensor) -> float:
-    """Of the latents after a step, mean of all elements; 0 of a step without noise."""
+    """The log-probability of the latents after a step, mean of all elements; 0 of a step without noise."""
     if noise is None or deviation == 0:
         return 0.0
     return -float(noise.double().square().mean()) / 2 - math.log(deviation) - _LOG_SQRT_2_PI

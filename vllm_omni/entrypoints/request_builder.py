@@ -574,7 +574,7 @@ def _check_messages(messages: Sequence[Any]) -> None:
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed, so that a stream can be made again if a process dies."""
+    """The parameters with a seed, so that a stream can be made again if a process dies."""
     if params.temperature == 0 or params.seed is not None:
         return params
     seeded = copy.copy(params)

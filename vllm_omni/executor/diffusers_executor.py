@@ -79,7 +79,7 @@ class DiffusersPipelineExecutor:
 
     @property
     def host_weight_bytes(self) -> int:
-        """Of the pipeline's weights that are in host memory."""
+        """The bytes of the pipeline's weights that are in host memory."""
         return self._runner.host_weight_bytes
 
     def close(self) -> None:

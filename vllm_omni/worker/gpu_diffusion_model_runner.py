@@ -90,7 +90,7 @@ class DiffusionModelRunner:
 
     @property
     def host_weight_bytes(self) -> int:
-        """Of the pipeline's weights that are in host memory."""
+        """The bytes of the pipeline's weights that are in host memory."""
         weights = (weight for network in self.networks for weight in network.parameters())
         return sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
 

@@ -34,7 +34,7 @@ class WeightsBesideWorker(Worker):
     _loaded: _Loaded | None = None
 
     def weight_bytes(self) -> int:
-        """Of the model's parameters; without what is packed or made of them."""
+        """The bytes of the model's parameters; without what is packed or made of them."""
         return sum(parameter.nbytes for parameter in self.get_model().parameters())
 
     def load_weights_beside(self, folder: str) -> None:

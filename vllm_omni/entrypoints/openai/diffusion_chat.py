@@ -20,10 +20,8 @@ from typing import Any
 from fastapi import Request
 from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
-    ChatMessage,
 )
 from vllm.exceptions import VLLMValidationError
 
@@ -40,7 +38,14 @@ from vllm_omni.entrypoints.openai.sse import DONE, Line, comment_line, sse_line,
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, DeltaMessage, UsageInfo
+from vllm_omni.vllm_protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    DeltaMessage,
+    UsageInfo,
+)
 
 _FILES = {"image": "png", "video": "mp4"}
 _OWN_NAMES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}

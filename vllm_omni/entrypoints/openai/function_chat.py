@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from fastapi import Request
 from starlette.datastructures import State
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponseChoice, ChatMessage
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
@@ -29,7 +28,13 @@ from vllm_omni.entrypoints.openai.sse import DONE, Line, sse_line, with_error
 from vllm_omni.entrypoints.openai.streamed_chat import MediaStream
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
-from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, UsageInfo
+from vllm_omni.vllm_protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    UsageInfo,
+)
 
 
 def media_stage(config: PipelineConfig) -> OmniStageConfig | None:

@@ -679,6 +679,21 @@ def test_a_stream_fails_with_the_last_replica(pipeline: Pipeline) -> None:
     assert [stage.num_requests for stage in pipeline.stages.values()] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_stream_fails_where_its_stage_waits_for_a_node(pipeline: Pipeline, is_early: bool) -> None:
+    begin_streams(pipeline, "r")
+    pipeline.kill(B)
+    if not is_early:
+        pipeline.router.admit()
+    pipeline.router.on_stage_waits(pipeline.stages[B])
+    pipeline.router.admit()
+    assert type(pipeline.failure("r")) is StageDeadError
+    pipeline.restart(B)
+    pipeline.stages[A].credit.reset()
+    pipeline.start("next")
+    assert "next" in pipeline.submitted(B)
+
+
 @pytest.mark.parametrize("text", ["first other", "first second and more"])
 def test_a_stream_that_is_another_one_ends(pipeline: Pipeline, text: str) -> None:
     lose_stream(pipeline)

@@ -31,7 +31,8 @@ RUN_TESTS := $(if $(VLLM),PYTHONPATH=$(OVERLAY)$${PYTHONPATH:+:$$PYTHONPATH}) $(
 NEXT_VLLM ?= 0.33
 NEXT_TESTS := tests/test_vllm_seams.py tests/test_vllm_versions.py tests/core tests/worker tests/engine \
 	tests/stage/test_llm_engine.py tests/entrypoints/openai/test_chat.py tests/entrypoints/openai/test_openai_client.py \
-	tests/entrypoints/openai/test_responses.py tests/entrypoints/openai/test_vllm_paths.py
+	tests/entrypoints/openai/test_responses.py tests/entrypoints/openai/test_vllm_paths.py \
+	tests/entrypoints/test_vllm_methods.py
 
 # A sentence may have quotes and `$`: neither make expands it nor the shell reads it.
 export DEMO_SAY := $(value SAY)

@@ -52,6 +52,7 @@ class StartProfile(Verb, frozen=True):
     profile_prefix: str | None = None
     delay_iterations: int | None = None
     max_iterations: int | None = None
+    profiler_kwargs: dict[str, Any] | None = None
 
 
 class StopProfile(Verb, frozen=True):
@@ -70,10 +71,11 @@ class AddLoRA(Verb, frozen=True):
 
 
 class Sleep(Verb, frozen=True):
-    """Give memory of the device back. The stage computes nothing meanwhile.
+    """Give memory back. The stage computes nothing meanwhile.
 
     Attributes:
-        level: 1: the weights move to the host, and the KV cache is discarded. 2: both are discarded.
+        level: 1: the weights move to the host, and the KV cache is discarded. 2: both are discarded, and the weights
+            are loaded again by `WakeUp`.
     """
 
     level: int = 1
@@ -128,9 +130,15 @@ class UpdateWeightVersion(Verb, frozen=True):
 
 
 class CollectiveRPC(Verb, frozen=True):
-    """Call a method of each worker. Result: a list of what they return, as JSON or as text."""
+    """Call a method of each worker. Result: a list of what they return, as JSON or as text.
 
-    method: str
+    Attributes:
+        method: Its name.
+        function: Instead: a pickled function, which gets the worker.
+    """
+
+    method: str = ""
+    function: bytes | None = None
     timeout: float | None = None
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

@@ -24,7 +24,8 @@ Values: TypeAlias = dict[str, Any] | Iterator[dict[str, Any]]
 CALLER = -1
 """The key in `sources` of what a caller gives a stage without sources, and its `stage_id` in any case."""
 SOUND_RATE = 16_000
-"""Samples per second of a sound that a caller gives a stage: `tensors["audio"]`, float32 `[samples]`."""
+"""Samples per second of a sound that a caller gives a stage: `tensors["audio"]`, float32 `[samples]`. An image is
+`tensors["image"]`, uint8 `[height, width, 3]`."""
 
 
 class NoParameters(msgspec.Struct):

@@ -61,8 +61,8 @@ class OmniPrompt(TypedDict, total=False):
     `additional_information` holds tensors for the first stage's model, and plain values that every stage
     input processor can read as `StageRequest.options` (e.g. `{"speaker": "ethan"}`). A model with a `PromptProcessor`
     declares which keys it reads, here and there.
-    `stage` is the name of a stage that `accepts` text or audio of a caller: the request begins there, with `prompt`, or
-    with `multi_modal_data={"audio": (waveform, samples per second)}`.
+    `stage` is the name of a stage that `accepts` input of a caller: the request begins there, with `prompt`, or with
+    `multi_modal_data`, `{"audio": (waveform, samples per second)}` or `{"image": picture}`.
     `spoken_text` tells which part of a reply is spoken; without it all of it is.
     """
 

@@ -4,7 +4,9 @@
 `StageOutput` crosses processes; `OmniRequestOutput` is the public class.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -32,6 +34,39 @@ class Completion(msgspec.Struct, kw_only=True):
     weight_versions: list[WeightVersionSpan] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The denoising steps of one output of a diffusion stage, as a trainer needs them; on the CPU.
+
+    A step's latents are `mean + std * noise`, and only the mean depends on the weights. In diffusers' flow matching
+    with `stochastic_sampling`, with the network's prediction `v` and `sigma = timestep / 1000`, the mean is
+    `(1 - std) * (latents - sigma * v)`, and `std` is the next step's `sigma`.
+
+    Attributes:
+        latents: Before each step, and after the last one: `[steps + 1, ...]`, as the pipeline passes them to its
+            scheduler, without the batch dimension.
+        noise: That each step has drawn, `[steps, ...]`; zeros where it draws none.
+        timesteps: float32 `[steps]`, the scheduler's.
+        std: float32 `[steps]`, the factor of the noise; 0 of a step that is determined.
+        log_probs: float32 `[steps]`, of the latents after each step, the mean of all elements; 0 where `std` is 0.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    timesteps: torch.Tensor
+    std: torch.Tensor
+    log_probs: torch.Tensor
+
+
+_TRAJECTORY = "trajectory."
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """`StageOutput.tensors` of one trajectory for each of n outputs: `trajectory.latents` `[n, steps + 1, ...]`, ..."""
+    names = [field.name for field in dataclasses.fields(Trajectory)] if trajectories else []
+    return {f"{_TRAJECTORY}{name}": torch.stack([getattr(it, name) for it in trajectories]) for name in names}
+
+
 class StageOutput(msgspec.Struct, kw_only=True):
     """The output of one stage for one request: the whole, or a segment of a stream.
 
@@ -45,7 +80,8 @@ class StageOutput(msgspec.Struct, kw_only=True):
         num_cached_tokens: How many of them were in the engine's prefix cache; None if unknown.
         completions: Generated sequences; empty for stages that generate none. In a stream: new text and tokens.
         tensors: The model's outputs by name, on the CPU, e.g. `audio` float32 `[samples]`. In a stream: new rows.
-            Of a diffusion stage the result of `media.encode_outputs`; during its steps, a preview `image`.
+            Of a diffusion stage the result of `media.encode_outputs`, with that of `pack_trajectories`; during its
+            steps, a preview `image`.
         data: Plain values: results of function stages; of a diffusion stage `output_type`, `output_format`, `fps` and
             `sample_rate`, and during its steps the `index` of the output.
         step, num_steps: Progress of the output of a diffusion stage; None for other stages.
@@ -300,6 +336,17 @@ class OmniRequestOutput:
         of one file each, with the sound; `latent`: tensors. Empty for other outputs.
         """
         return self._media("video")
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """The denoising steps of each output of a diffusion stage, with `return_trajectory`; empty without."""
+        named = {
+            name.removeprefix(_TRAJECTORY): tensor
+            for name, tensor in self.multimodal_output.items()
+            if name.startswith(_TRAJECTORY)
+        }
+        rows = (dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True))
+        return [Trajectory(**row) for row in rows]
 
     def _media(self, output_type: str) -> list[Any]:
         is_it = self._num_media > 0 and self._data["output_type"] == output_type

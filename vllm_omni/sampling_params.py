@@ -33,6 +33,10 @@ class DiffusionSamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         output_quality: Of `jpeg` and `webp`, 1 to 100.
         preview_every: Number of steps between small previews; 0: no previews.
         lora_scale: Weight of the request's LoRA adapter.
+        stochastic_sampling: Each step adds new noise, as a trainer needs it: diffusers' setting of this name of
+            `FlowMatchEulerDiscreteScheduler`. None: as the checkpoint has it.
+        return_trajectory: Return the latents, the noise and the log-probability of each step
+            (`OmniRequestOutput.trajectories`). Not over HTTP.
         extra_args: Further arguments of the diffusers pipeline, by name, e.g. `{"max_sequence_length": 256}`.
     """
 
@@ -51,6 +55,8 @@ class DiffusionSamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     output_quality: int = 90
     preview_every: int = 0
     lora_scale: float = 1.0
+    stochastic_sampling: bool | None = None
+    return_trajectory: bool = False
     extra_args: dict[str, Any] = {}
 
 

@@ -6,12 +6,19 @@ them: `tests/test_vllm_seams.py`.
 """
 
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+)
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, UsageInfo
 
 __all__ = [
     "ChatCompletionRequest",
     "ChatCompletionResponse",
+    "ChatCompletionResponseChoice",
+    "ChatMessage",
     "DeltaMessage",
     "ErrorInfo",
     "ErrorResponse",

@@ -3,6 +3,7 @@
 
     python examples/rl/grpo.py                       # a tiny random model, two minutes on two cores
     python examples/rl/grpo.py --model MODEL         # any text model of transformers
+    python examples/rl/grpo.py --compare             # and tokens per second of both, of the same tokens
 
 The reward is what share of a reply is the letter `a`. One line for each step: the mean reward, and how far the sampled
 tokens' log-probabilities are from the trainer's. See https://arxiv.org/abs/2402.03300 for the method.
@@ -11,13 +12,18 @@ tokens' log-probabilities are from the trainer's. See https://arxiv.org/abs/2402
 import argparse
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
+
+T = TypeVar("T")
 
 PROMPTS = ["a hen", "two hens and a fox", "the fox", "what is this"]
 GROUP_SIZE = 8
@@ -61,10 +67,42 @@ def train_step(
     return sum(rewards) / len(rewards), difference
 
 
+def compare(model: Any, llm: OmniLLM) -> None:
+    """Prints how fast rollouts are, and transformers with a batch for each prompt, of greedy tokens."""
+    sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
+    model.generation_config.eos_token_id = None
+    prompts = [prompt for prompt in PROMPTS for _ in range(GROUP_SIZE)]
+    for _ in range(2):  # The first round warms up.
+        outputs, ours = timed(llm.generate, prompts, [sampling], False)
+        groups = outputs[::GROUP_SIZE]
+        rows = [torch.tensor([output.prompt_token_ids] * GROUP_SIZE) for output in groups]
+        made, theirs = timed(generate, model, rows)
+    expected = [reply for batch, each in zip(made, rows, strict=True) for reply in batch[:, each.shape[1] :].tolist()]
+    equal = [list(output.outputs[0].token_ids) == reply for output, reply in zip(outputs, expected, strict=True)]
+    count = len(prompts) * NUM_TOKENS
+    print(
+        f"tokens per second: {count / ours:.0f}, transformers {count / theirs:.0f}; equal replies: {sum(equal)} of "
+        f"{len(equal)}",
+        flush=True,
+    )
+
+
+def generate(model: Any, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Prompts `[rows, tokens]`, with the replies after them."""
+    settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "pad_token_id": 0}
+    return [model.generate(rows, attention_mask=torch.ones_like(rows), **settings) for rows in batches]
+
+
+def timed(function: Callable[..., T], *args: Any) -> tuple[T, float]:
+    started = time.perf_counter()
+    return function(*args), time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a folder with a text model (default: a tiny random one)")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--compare", action="store_true", help="first compare rollouts with transformers' generate")
     args = parser.parse_args()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # Stages then read the weights as memory.
     with tempfile.TemporaryDirectory(dir=memory, prefix="grpo-") as made:
@@ -75,6 +113,8 @@ def main() -> None:
         sampling |= {"max_tokens": NUM_TOKENS, "ignore_eos": True}
         engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
         with OmniLLM(checkpoint, **engine) as llm:
+            if args.compare:
+                compare(model, llm)
             for step in range(args.steps):
                 outputs = llm.generate(PROMPTS, [{**sampling, "seed": step}], use_tqdm=False)
                 version = outputs[0].stage_metrics[0].weight_version

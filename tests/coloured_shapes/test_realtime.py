@@ -64,6 +64,16 @@ async def answer(session: Session, ended: float) -> tuple[float, Any, np.ndarray
     return first, events[-1].response, np.frombuffer(speech_of(events), "<i2").astype(np.float32) / 32768
 
 
+async def show_picture(session: Session) -> None:
+    file = io.BytesIO()
+    rng = random.Random(0)
+    draw(rng, random_scene(rng)).save(file, "PNG")
+    image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    content: Any = [{"type": "input_image", "image_url": image}]
+    await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+    await session.until("conversation.item.done")
+
+
 def skip_without_vad(detects: bool) -> None:
     if detects and importlib.util.find_spec("silero_vad") is None:
         pytest.skip("the extra realtime (silero-vad) is not installed")
@@ -75,18 +85,12 @@ WAYS = pytest.mark.parametrize("detects", [False, True], ids=["committed by the 
 @WAYS
 def test_a_conversation(app: FastAPI, detects: bool) -> None:
     skip_without_vad(detects)
-    file = io.BytesIO()
-    rng = random.Random(0)
-    draw(rng, random_scene(rng)).save(file, "PNG")
-    image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     silence = np.zeros(SAMPLE_RATE, "<i2")
 
     async def main(session: Session) -> list[tuple[str, float, str, np.ndarray]]:
         vad = {"type": "server_vad"} if detects else None
         await session.configure(audio={"input": {"turn_detection": vad}})
-        content: Any = [{"type": "input_image", "image_url": image}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-        await session.until("conversation.item.done")
+        await show_picture(session)
         turns = []
         for question in QUESTIONS:
             await say(session, recording(question), is_recorded=not detects)
@@ -113,6 +117,40 @@ def test_a_conversation(app: FastAPI, detects: bool) -> None:
         num_words += len(split_words(text))
     assert understood / num_words >= 0.75
     assert len({text for _, _, text, _ in turns}) >= 3
+
+
+def test_answers_begun_at_the_pause(app: FastAPI) -> None:
+    """What the user gets is what it gets without; a question that goes on after a pause costs its first answer."""
+    skip_without_vad(True)
+    silence = np.zeros(SAMPLE_RATE, "<i2")
+    first, *others = [recording(question) for question in QUESTIONS]
+    questions = [np.concatenate([first, silence[: SAMPLE_RATE * 35 // 100], others[0]]), *others]
+
+    async def main(session: Session) -> list[tuple[float, list[str], str, bytes]]:
+        await show_picture(session)
+        turns = []
+        for samples in questions:
+            await say(session, samples)
+            ended, num_before = time.perf_counter(), len(session.events)
+            rest = asyncio.create_task(say(session, silence))
+            seconds, response, speech = await answer(session, ended)
+            await rest
+            types = list(dict.fromkeys(event.type for event in session.events[num_before:]))
+            turns.append((seconds, types, response.output[0].content[0].transcript, speech.tobytes()))
+        return turns
+
+    begun, waiting = app, with_flags(app, "--max-realtime-speculative-responses=0")
+    counts = {name: each.state.omni_realtime.speculations.counts for name, each in (("", begun), ("0", waiting))}
+    before = counts[""].started, counts[""].promoted
+    with_it, without = (converse(each, main, manual=False) for each in (begun, waiting))
+    for (seconds, types, text, speech), (waited, types_without, text_without, speech_without) in zip(
+        with_it, without, strict=True
+    ):
+        print(f"{text} ({1000 * seconds:.0f} ms, without {1000 * waited:.0f} ms)")
+        assert types == types_without and text == text_without
+        np.testing.assert_allclose(*(np.frombuffer(each, np.float32) for each in (speech, speech_without)), atol=1e-3)
+    started, promoted = counts[""].started - before[0], counts[""].promoted - before[1]
+    assert promoted == len(questions) and started > promoted and counts["0"].started == 0
 
 
 @WAYS

@@ -31,10 +31,12 @@ def kill(llm: OmniLLM, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def listen(llm: OmniLLM, conversations: list[list], victim: str | None = None, num_events: int = 0) -> list[tuple]:
+def listen(
+    llm: OmniLLM, conversations: list[list], victim: str | None = None, num_events: int = 0, params: list | None = None
+) -> list[tuple]:
     """The streamed text and sound of each conversation. After some events a stage is killed."""
     texts, sounds = [""] * len(conversations), [[] for _ in conversations]
-    for count, event in enumerate(llm.chat(conversations, stream=True)):
+    for count, event in enumerate(llm.chat(conversations, params, stream=True)):
         if victim and count == num_events:
             kill(llm, victim)
         if isinstance(event, ARSegmentEvent):
@@ -64,3 +66,11 @@ def test_no_stream_breaks(llm: OmniLLM) -> None:
                 "which alone and in a batch differ by 4e-7"
             )
     assert sum(stage.num_restarts for stage in llm.health()) == NUM_KILLS
+
+
+def test_no_stream_of_a_random_answer_breaks(llm: OmniLLM) -> None:
+    conversations = [[{"role": "user", "content": "Say: there are three green stars."}]] * NUM_CALLERS
+    first, *others = llm.health()
+    params = [{"temperature": 1.0, "ignore_eos": True, "max_tokens": 24}, *[None] * len(others)]
+    heard = listen(llm, conversations, first.name, NUM_CALLERS * 2, params)
+    assert len({text for text, _ in heard}) > 1

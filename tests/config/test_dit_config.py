@@ -42,6 +42,7 @@ ALL_SETTINGS: dict[str, Any] = {
     "max_steps": 4,
     "max_seconds": 30.0,
     "max_outputs": 1,
+    "max_trajectory_bytes": 1 << 20,
     "preview_size": 32,
 }
 

@@ -11,18 +11,22 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.input_sounds import SoundFormat
 from vllm_omni.diffusion.media_inputs import media_arguments, read_media, restore
 
-CONFIG = DiTConfig(max_pixels=64 * 64, max_frames=4)
+CONFIG = DiTConfig(max_pixels=64 * 64, max_frames=4, max_seconds=4.0)
 PHOTO = Image.new("RGB", (8, 4), "red")
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 8, 3), np.uint8)
+
+
+STEREO = SoundFormat(48_000, 2)
 
 
 def passed(class_name: str, **given: Any) -> dict[str, Any]:
     """The arguments of the pipeline's call."""
     pipeline_class = getattr(diffusers, class_name)
     known = media_arguments(pipeline_class)
-    read = read_media(given, pipeline_class, CONFIG)
+    read = read_media(given, pipeline_class, CONFIG, STEREO)
     return {name: restore(value, known[name]) for name, value in read.items()}
 
 
@@ -69,6 +73,34 @@ def test_tensors_have_the_pipelines_own_format() -> None:
     assert isinstance(sound, torch.Tensor) and sound.shape == (2, 100)
 
 
+RAMP = np.linspace(-1, 1, 480, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("wave", "left", "right"),
+    [
+        (RAMP, RAMP, RAMP),
+        (torch.from_numpy(np.stack([RAMP, -RAMP])), RAMP, -RAMP),
+        (np.stack([RAMP, -RAMP], axis=1), RAMP, -RAMP),
+        (np.stack([RAMP, 0 * RAMP, -RAMP]), 0 * RAMP, 0 * RAMP),
+        ((RAMP * 32767).astype(np.int16), RAMP, RAMP),
+    ],
+)
+def test_a_sound_has_the_rate_and_the_channels_of_the_model(wave: Any, left: np.ndarray, right: np.ndarray) -> None:
+    sound = passed("AceStepPipeline", src_audio=(wave, 48_000))["src_audio"].numpy()
+    np.testing.assert_allclose(sound, np.stack([left, right]), atol=1e-4)
+    resampled = passed("AceStepPipeline", reference_audio=(wave, 24_000.0))["reference_audio"]
+    assert resampled.dtype == torch.float32 and resampled.shape == (2, 960)
+    batched = passed("StableAudio3AudioToAudioPipeline", audio=(wave, 48_000))["audio"]
+    assert batched.shape == (1, 2, 480)
+
+
+def test_a_sound_of_a_model_whose_rate_is_unknown_is_a_tensor() -> None:
+    pipeline_class = diffusers.AceStepPipeline
+    with pytest.raises(ValueError, match="src_audio: this checkpoint's rate of sounds is unknown"):
+        read_media({"src_audio": (RAMP, 48_000)}, pipeline_class, CONFIG)
+
+
 def test_dicts_are_dataclasses() -> None:
     given = [{"frames": PHOTO, "index": -1, "strength": 0.5}, LTX2VideoCondition(frames=PHOTO)]
     one, other = passed("LTX2ConditionPipeline", conditions=given)["conditions"]
@@ -95,6 +127,23 @@ def test_dicts_are_dataclasses() -> None:
         ("WanVideoToVideoPipeline", {"video": np.zeros((2, 3, 4, 5))}, ["shape [2, 3, 4, 5]", "[frames, height"]),
         ("LTX2ConditionPipeline", {"conditions": {"frame": PHOTO}}, ["LTX2VideoCondition has no 'frame'", "'frames'"]),
         ("LTX2ConditionPipeline", {"conditions": {"index": 1}}, ["LTX2VideoCondition needs frames"]),
+        (
+            "LTX2ConditionPipeline",
+            {"conditions": {"frames": PHOTO, "index": "a"}},
+            ["conditions: index: Expected `int`"],
+        ),
+        ("LTX2ConditionPipeline", {"conditions": {"frames": "a.png"}}, ["conditions is a str; open it first"]),
+        ("AceStepPipeline", {"src_audio": "a.wav"}, ["src_audio is a str", "(waveform, samples per second)"]),
+        ("AceStepPipeline", {"src_audio": (RAMP, 10)}, ["src_audio: 10 is no number of samples per second"]),
+        ("AceStepPipeline", {"src_audio": (RAMP[:0], 48_000)}, ["src_audio has 0 s"]),
+        (
+            "AceStepPipeline",
+            {"src_audio": (np.zeros(5000, np.float32), 1000)},
+            ["has 5 s", "at most 4 s (max_seconds)"],
+        ),
+        ("AceStepPipeline", {"src_audio": (RAMP + np.nan, 48_000)}, ["not finite"]),
+        ("AceStepPipeline", {"src_audio": (np.zeros((9, 10), np.float32), 48_000)}, ["[9, 10]", "at most 8 channels"]),
+        ("AceStepPipeline", {"src_audio": (np.zeros((2, 2, 2), np.float32), 48_000)}, ["must be numbers [samples]"]),
         ("LTX2ConditionPipeline", {"conditions": PHOTO}, ["takes dicts with frames, index, strength"]),
     ],
 )

@@ -178,12 +178,11 @@ def test_a_folder_is_a_diffusers_model_by_its_index(tmp_path: Path, tiny_qwen3: 
     assert not is_diffusers_model("no: name")
 
 
-def test_a_modular_checkpoint_is_called_so(tmp_path: Path) -> None:
+def test_a_modular_checkpoint_is_opened_by_its_own_index_unless_it_has_both(tmp_path: Path) -> None:
     (tmp_path / "modular_model_index.json").write_text('{"_class_name": "FluxModularPipeline"}')
 
     assert is_diffusers_model(str(tmp_path))
-    with pytest.raises(StageConfigError, match=r"is a modular pipeline \(modular_model_index\.json\)"):
-        load_model_index(str(tmp_path))
+    assert load_model_index(str(tmp_path))["_class_name"] == "FluxModularPipeline"
     assert load(tmp_path, "FluxPipeline").pipeline_class.__name__ == "FluxPipeline", "it is both"
 
 

@@ -22,11 +22,10 @@ SHORT = {"height": 32, "width": 32, "num_inference_steps": NUM_STEPS, "output_fo
 class WatchedEngine:
     """An engine that runs in the test's thread, so that an item is processed before the next step."""
 
-    def __init__(self, checkpoint: Path, max_batch_size: int) -> None:
+    def __init__(self, checkpoint: Path, max_batch_size: int, **settings: Any) -> None:
         self.outbox = WatchedOutbox()
-        self.engine = DiffusionStageEngine(
-            self.outbox, 0, str(checkpoint), DiTConfig(max_batch_size=max_batch_size), memory=None
-        )
+        config = DiTConfig(max_batch_size=max_batch_size, **settings)
+        self.engine = DiffusionStageEngine(self.outbox, 0, str(checkpoint), config, memory=None)
         self.engine.start()
 
     def run(

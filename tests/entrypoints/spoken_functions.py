@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from tests.orchestrator.pipelines import function_stage
-from vllm_omni.function_stage import CALLER, FunctionStage
+from vllm_omni.function_stage import CALLER, FunctionStage, NoParameters
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
 
@@ -81,6 +81,21 @@ class ASRStage(FunctionStage):
         yield {"text": f"It is {state.language}."}
 
 
+class LookingStage(FunctionStage):
+    """Writes the size and the first pixel of an image, as two sentences, and then the request's text."""
+
+    def begin(self, request: StageRequest, parameters: NoParameters) -> str:
+        return request.prompt or ""
+
+    def window(self, state: str, sources: Mapping[int, StageOutput]) -> Iterator[dict[str, Any]]:
+        image = sources[CALLER].tensors["image"]
+        height, width, _ = image.shape
+        yield {"text": f"It is {width} by {height}. "}
+        if state == "fail":
+            raise ValueError("the page is upside down")
+        yield {"text": f"It begins with {image[0, 0].tolist()}. {state}"}
+
+
 def writer(model: Path, **sampling: Any) -> dict[str, Any]:
     """A vLLM stage that writes; `sampling`: its default sampling parameters."""
     return {
@@ -99,6 +114,7 @@ def writer(model: Path, **sampling: Any) -> dict[str, Any]:
     }
 
 
+LOOKING = function_stage(0, "reader", LookingStage, (), "text") | {"accepts": "image"}
 ASR = function_stage(3, "asr", ASRStage, (), "text") | {"accepts": "audio"}
 WRITING_STAGE = function_stage(0, "writer", write, (), "text")
 SPEAKING = function_stage(1, "voice", SpeakingStage, (0,), "audio") | {"sample_rate": RATE}

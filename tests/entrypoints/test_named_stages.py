@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.entrypoints.fake_pipelines import running
-from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, SPEAKING, WRITING_STAGE
+from tests.entrypoints.spoken_functions import ASR, LOOKING, NUM_SAMPLES, SPEAKING, WRITING_STAGE
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError, StageConfigError
@@ -54,6 +55,44 @@ def test_a_sound_is_transcribed_by_the_asr_stage_alone(llm: OmniLLM) -> None:
     assert stages_of(text) == ["asr"] and text.outputs[0].text == "It has 16000 samples. It is en."
 
 
+@pytest.fixture(scope="module")
+def reading_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
+    stages = (LOOKING, SPEAKING | {"accepts": "text"})
+    with running(OmniLLM, tmp_path_factory.mktemp("config"), stages, edges=EDGES) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        Image.new("RGBA", (4, 3), (255, 0, 0, 255)),
+        [Image.new("RGB", (4, 3), "red")],
+        np.full((3, 4, 3), (255, 0, 0), np.uint8),
+        torch.tensor([1.0, 0, 0])[:, None, None].expand(3, 3, 4),
+    ],
+)
+@pytest.mark.parametrize("named", [{}, {"stage": "reader"}])
+def test_an_image_is_read_upright_in_colour(reading_llm: OmniLLM, picture: Any, named: dict[str, str]) -> None:
+    prompt: Any = {"prompt": "Now.", "multi_modal_data": {"image": picture}, **named}
+    text, speech = reading_llm.generate(prompt, use_tqdm=False)
+    assert text.outputs[0].text == "It is 4 by 3. It begins with [255, 0, 0]. Now."
+    assert windows_of(speech.multimodal_output["audio"]) == [14, 28, 4]
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ({}, "'reader' takes one image, not 0"),
+        ({"image": [Image.new("L", (2, 2))] * 2}, "'reader' takes one image, not 2"),
+        ({"image": "page.png"}, "open it first"),
+        ({"image": Image.new("1", (1 << 14, 1 << 13))}, "67108864"),
+    ],
+)
+def test_wrong_images_are_refused(reading_llm: OmniLLM, media: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        reading_llm.generate({"prompt": "Now.", "multi_modal_data": media}, use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -85,6 +124,8 @@ def test_the_part_of_a_pipeline_that_a_request_runs() -> None:
     ("stage", "message"),
     [
         (fake_stage(1, "b", (0,), "audio"), "accepts is for stages with a function"),
+        (LLM | {"engine_type": "transformers", "accepts": "image"}, "accepts is for stages"),
+        (SPEAKING | {"accepts": "video"}, "Invalid enum value 'video'"),
         (SPEAKING | {"final_output": False}, "accepts: no output for callers follows"),
         (LLM, "accepts is for stages with a function"),
         (LLM | {"accepts": "audio", "engine_input_source": [0]}, "accepts: audio also for AR stages without sources"),

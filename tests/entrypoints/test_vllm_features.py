@@ -4,7 +4,8 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.entrypoints.adapters import merge_adapter, write_adapter
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.request_builder import make_sampling_params
-from vllm_omni.errors import InvalidRequestError
+from vllm_omni.errors import InvalidControlError, InvalidRequestError, RequestAbortedError
 from vllm_omni.events import CompletedEvent
 from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import make_prompt
@@ -207,9 +208,60 @@ def test_other_requests_are_not_affected(text_llm: OmniLLM, greedy: CompletionOu
 def test_what_vllm_has_besides_generation(text_llm: OmniLLM, tiny_qwen3: Path) -> None:
     assert text_llm.get_tokenizer().encode("a hen") == AutoTokenizer.from_pretrained(tiny_qwen3).encode("a hen")
     assert text_llm.get_default_sampling_params().temperature is not None
+    assert text_llm.get_world_size() == text_llm.get_world_size(include_dp=False) == 1
     with pytest.raises(AttributeError, match="no attribute 'beam_search'; it is of vLLM's LLM alone"):
         text_llm.beam_search  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(text_llm, "encode") and not hasattr(text_llm, "no_such_name")
+    with pytest.raises(InvalidControlError, match="open the pipeline with log_stats=True"):
+        text_llm.get_metrics()
+    with pytest.raises(InvalidControlError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        text_llm.apply_model(len)
+
+
+def test_prompts_are_enqueued_and_waited_for_later(text_llm: OmniLLM, greedy: CompletionOutput) -> None:
+    params = [{"temperature": 0.0, "max_tokens": NUM_TOKENS}]
+    assert text_llm.wait_for_completion() == []
+    ids = text_llm.enqueue([PROMPT, "a hen"], params)
+    ids += text_llm.enqueue_chat([{"role": "user", "content": "a fox"}], params, modalities=["text"])
+    between = complete(text_llm)
+    with pytest.raises(InvalidRequestError, match="prompt 1: "):
+        text_llm.enqueue([PROMPT, {"prompt_token_ids": [99999]}], params)
+    with pytest.raises(TypeError, match="modality"):
+        text_llm.enqueue_chat([{"role": "user", "content": "a fox"}], params, modality="text")
+    outputs = text_llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids and len({*ids}) == 3
+    assert outputs[0].outputs[0].token_ids == between.token_ids == greedy.token_ids
+    (chat,) = text_llm.chat([{"role": "user", "content": "a fox"}], params, use_tqdm=False)
+    assert outputs[2].outputs[0].token_ids == chat.outputs[0].token_ids
+    assert text_llm.wait_for_completion() == []
+
+
+def test_prompts_that_nobody_reads_make_room_for_others(text_llm: OmniLLM) -> None:
+    orchestrator = text_llm._pipeline.orchestrator
+    with mock.patch.object(orchestrator._admission, "_limit", 2):
+        ids = text_llm.enqueue(["a hen"] * 6, [{"max_tokens": 1}])
+        text_llm._enqueued[0]._feeder.join()
+    assert complete(text_llm)
+    assert [output.request_id for output in text_llm.wait_for_completion(use_tqdm=False)] == ids
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_errors_of_prompts_that_were_enqueued(text_llm: OmniLLM, on_error: Literal["raise", "return"]) -> None:
+    """They are numbered over all calls."""
+    text_llm.pause_generation(mode="wait")
+    text_llm.enqueue(PROMPT, [{"max_tokens": 2}])
+    ids = text_llm.enqueue([PROMPT, PROMPT], [{"max_tokens": 2}])
+    text_llm._enqueued[1]._feeder.join()
+    assert text_llm._pipeline.orchestrator.abort_external({ids[1]}).result() == 1
+    text_llm.resume_generation()
+    if on_error == "raise":
+        with pytest.raises(RequestAbortedError, match="prompt 2: ") as raised:
+            text_llm.wait_for_completion(use_tqdm=False)
+        assert len(raised.value.results) == 2
+    else:
+        outputs = text_llm.wait_for_completion(use_tqdm=False, on_error="return")
+        assert [output.error is None for output in outputs] == [True, True, False]
+    assert text_llm.wait_for_completion() == []
 
 
 def test_a_mistyped_parameter_of_a_stage_is_named() -> None:

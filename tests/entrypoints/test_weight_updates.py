@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights while a pipeline runs: outputs are those of a pipeline that was started with them, or of the old ones."""
 
+import contextlib
 import os
+import resource
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 
+from tests.entrypoints.adapters import write_adapter
 from tests.entrypoints.conftest import start
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.errors import ControlError, InvalidControlError
+from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 GROUP = "llm"
@@ -126,6 +132,30 @@ def test_wrong_arguments(llm: OmniLLM, new_weights: Path) -> None:
     llm.update_weights(info, stage="text")
     with pytest.raises(InvalidControlError, match=r"this update has a folder for stage 0 \(text\)"):
         llm.update_weights(info, stage=0)
+    for name in ("x" * 5000, "x/" * 5000, "a\0b"):
+        llm.start_weight_update()
+        with pytest.raises(InvalidControlError, match=r"stage 0 \(text\): "):
+            llm.update_weights({"update_info": {"weights_path": f"{new_weights}/{name}"}})
+    with pytest.raises(InvalidControlError, match="new_version is empty"):
+        llm.update_weight_version("")
+    assert llm.get_weight_version() == "default" and generate(llm)[1] == {"default"}
+
+
+def test_what_stages_cannot_read_is_refused(llm: OmniLLM) -> None:
+    """It would end the orchestrator, or have no answer."""
+    wrong: list[tuple[str, tuple[Any, ...], str]] = [
+        ("update_weight_version", (5,), r"UpdateWeightVersion: .*\$\.new_version"),
+        ("update_weight_version", ("\ud800",), "UpdateWeightVersion: .*surrogates"),
+        ("start_profile", (7,), r"StartProfile: .*\$\.profile_prefix"),
+        ("reset_prefix_cache", ("yes",), r"ResetPrefixCache: .*\$\.reset_running_requests"),
+        ("collective_rpc", ("x", None, (object(),)), "CollectiveRPC: .*object"),
+        ("collective_rpc", ("x", None, (1 << 70,)), "CollectiveRPC: .*"),
+        ("collective_rpc", ("x", None, (["\ud800"],)), "CollectiveRPC: .*surrogates"),
+    ]
+    for name, arguments, message in wrong:
+        with pytest.raises(InvalidControlError, match=message):
+            getattr(llm, name)(*arguments)
+    assert generate(llm)[1] == {"default"}
 
 
 def test_requests_that_run_end_with_the_old_weights(llm: OmniLLM, tiny_qwen3: Path, new_weights: Path) -> None:
@@ -192,6 +222,29 @@ def test_the_next_process_has_the_last_weights_or_takes_no_requests(
     update(llm, tiny_qwen3, "default")
 
 
+@contextlib.contextmanager
+def little_memory(llm: OmniLLM, num_bytes: int) -> Iterator[None]:
+    """The stage's process gets no more than this."""
+    pid = process(llm)
+    before = resource.prlimit(pid, resource.RLIMIT_DATA)
+    limit = psutil.Process(pid).memory_info().data + num_bytes
+    resource.prlimit(pid, resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_DATA, before)
+
+
+def test_an_update_without_memory_changes_nothing(llm: OmniLLM, tiny_qwen3: Path, new_weights: Path) -> None:
+    before, num_restarts = generate(llm), llm.health()[0].num_restarts
+    with little_memory(llm, 1 << 20), pytest.raises(ControlError, match=r"Weights: stage 0 \(text\): .*allocate"):
+        update(llm, new_weights, "step-1")
+    assert generate(llm) == before and llm.health()[0].num_restarts == num_restarts
+    update(llm, new_weights, "step-1")
+    assert generate(llm) != before
+    update(llm, tiny_qwen3, "default")
+
+
 def test_memory_of_many_updates(llm: OmniLLM, tiny_qwen3: Path, new_weights: Path) -> None:
     """Each update of these weights would leave 10 MB."""
     expected = generate(llm)
@@ -205,6 +258,90 @@ def test_memory_of_many_updates(llm: OmniLLM, tiny_qwen3: Path, new_weights: Pat
         update(llm, tiny_qwen3, "default")
     assert generate(llm) == expected
     assert llm.stats()[0].resident_bytes - before < 20 << 20
+
+
+@pytest.mark.slow
+def test_weights_in_8_bits_are_rounded_again(tiny_qwen3: Path, new_weights: Path, tmp_path: Path) -> None:
+    with start(with_weights_of(tiny_qwen3, new_weights, tmp_path / "whole"), max_model_len=256) as other:
+        in_float, _ = generate(other)
+    with start(tmp_path / "whole", max_model_len=256, quantization="int8") as other:
+        expected, _ = generate(other)
+    assert expected != in_float
+    with start(tiny_qwen3, max_model_len=256, quantization="int8") as llm:
+        before = generate(llm)
+        update(llm, new_weights, "step-1")
+        assert generate(llm) == (expected, {"step-1"})
+        update(llm, tiny_qwen3, "default")
+        assert generate(llm) == before
+
+
+@pytest.mark.slow
+def test_each_worker_of_a_stage_gets_its_part(
+    tiny_qwen3: Path, new_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    arguments: dict[str, Any] = {"max_model_len": 256, "tensor_parallel_size": 2}
+    with start(with_weights_of(tiny_qwen3, new_weights, tmp_path / "whole"), **arguments) as other:
+        expected, _ = generate(other)
+    with start(tiny_qwen3, **arguments) as llm:
+        before = generate(llm)
+        update(llm, new_weights, "step-1")
+        assert generate(llm) == (expected, {"step-1"})
+        update(llm, tiny_qwen3, "default")
+        assert generate(llm) == before
+
+
+@pytest.mark.slow
+def test_adapters_are_of_the_new_weights(tiny_qwen3: Path, new_weights: Path, tmp_path: Path) -> None:
+    """A loaded one, that is used again without being named again, and one that comes afterwards."""
+    adapters = [
+        LoRARequest(f"style{seed}", seed, str(write_adapter(tiny_qwen3, tmp_path / str(seed), seed))) for seed in (1, 2)
+    ]
+
+    def with_adapters(llm: OmniLLM) -> list[Any]:
+        found = [llm.generate(PROMPTS, [GREEDY], use_tqdm=False, lora_request=it) for it in (None, *adapters)]
+        return [[(it.outputs[0].token_ids, it.outputs[0].cumulative_logprob) for it in outputs] for outputs in found]
+
+    arguments: dict[str, Any] = {"max_model_len": 256, "enable_lora": True}
+    with start(with_weights_of(tiny_qwen3, new_weights, tmp_path / "whole"), **arguments) as other:
+        expected = with_adapters(other)
+    assert expected[0] != expected[1] != expected[2]
+    with start(tiny_qwen3, **arguments) as llm:
+        llm.generate(PROMPTS, [GREEDY], use_tqdm=False, lora_request=adapters[0])
+        update(llm, new_weights, "step-1")
+        assert with_adapters(llm) == expected
+
+
+@pytest.mark.slow
+def test_adapters_of_a_painter_are_of_the_new_weights(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    base, other = tiny_diffusion("z_image"), write_tiny_checkpoint("z_image", tmp_path / "other", seed=1)
+    new = with_weights_of(base, other, tmp_path / "new")
+    adapter = LoRARequest("style", 1, str(write_tiny_diffusion_lora(base, tmp_path / "lora", 3)))
+
+    def paint(llm: OmniLLM, lora_request: LoRARequest | None) -> torch.Tensor:
+        params = [{**PICTURE, "output_format": "np"}]
+        (output,) = llm.generate(["a hen"], params, use_tqdm=False, lora_request=lora_request)
+        return output.multimodal_output["image"]
+
+    with OmniLLM(str(new)) as llm:
+        expected = paint(llm, adapter)
+        assert not torch.equal(expected, paint(llm, None))
+    with OmniLLM(str(base)) as llm:
+        assert not torch.equal(paint(llm, adapter), expected)
+        update(llm, new, "step-1")
+        assert torch.equal(paint(llm, adapter), expected)
+
+
+@pytest.mark.slow
+def test_names_of_an_adapter_in_training_are_refused(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    """A trainer of adapters has to merge them, or to give the adapter alone."""
+    base = tiny_diffusion("z_image")
+    (file,) = (base / "transformer").glob("*.safetensors")
+    tensors = {name.replace(".to_q.weight", ".to_q.base_layer.weight"): it for name, it in load_file(file).items()}
+    (tmp_path / "transformer").mkdir()
+    save_file(tensors, tmp_path / "transformer" / file.name)
+    with OmniLLM(str(base)) as llm, pytest.raises(InvalidControlError, match=r"to_q.base_layer.weight is no tensor of"):
+        update(llm, tmp_path, "step-1")
 
 
 MODELS = ["qwen3_omni_moe", "csm", "qwen3_tts", "higgs_audio_v2", "vibevoice", "janus", "z_image"]

@@ -170,6 +170,27 @@ def test_each_job_has_its_own_steps_guidance_and_size(harness: Harness, oracle: 
         check_image(harness, oracle, name, 7, **arguments)
 
 
+def test_weights_that_are_dropped_give_their_memory_back(model: Path, oracle: DiffusersOracle):
+    harness = Harness(model)
+    harness.add("a cat")
+    harness.run()
+    weights = [weakref.ref(tensor) for module in harness.executor._runner.networks for tensor in module.parameters()]
+    num_bytes = sum(weight().nbytes for weight in weights)
+    assert num_bytes > 100_000
+    harness.executor.sleep(2)
+    assert harness.executor.is_asleep and not any(weight() is not None for weight in weights)
+    harness.executor.sleep(1)
+    assert not harness.executor.wake_up() and harness.executor.is_asleep
+    harness.executor.load_beside(str(model))()
+    assert harness.executor.wake_up() and not harness.executor.is_asleep
+    networks = harness.executor._runner.networks
+    assert sum(tensor.nbytes for module in networks for tensor in module.parameters()) == num_bytes
+    harness.clear()
+    harness.add("a cat")
+    harness.run()
+    check_image(harness, oracle, "a cat")
+
+
 def test_the_number_of_running_jobs_is_limited(model: Path):
     harness = Harness(model, max_batch_size=2)
     for seed in range(5):

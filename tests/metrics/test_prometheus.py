@@ -10,7 +10,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.metrics.reading import scrape
 from vllm_omni.metrics.prometheus import PrometheusObserver
-from vllm_omni.metrics.stats import CacheCounts, EdgeStats, MetricFamily, StageHealth, StageStats
+from vllm_omni.metrics.stats import CacheCounts, EdgeStats, MetricFamily, SpeculationCounts, StageHealth, StageStats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
@@ -95,6 +95,15 @@ def test_the_callers_cache_of_media_is_read_by_a_scrape(observer):
     observer.watch_media_cache(lambda: counts)
     counts += CacheCounts(queries=1)
     assert (scrape()["mm_cache_queries_total", "0"], scrape()["mm_cache_hits_total", "0"]) == (5, 3)
+
+
+def test_the_speculative_answers_of_a_server_are_read_by_a_scrape(observer):
+    assert scrape()["realtime_speculative_responses_started_total", "0"] == 0
+    counts = SpeculationCounts(started=4, promoted=3)
+    observer.watch_speculations(counts)
+    counts.wasted_tokens += 17
+    names = ("started", "promoted", "wasted_tokens")
+    assert [scrape()[f"realtime_speculative_responses_{name}_total", "0"] for name in names] == [4, 3, 17]
 
 
 def test_only_the_latest_snapshot_counts(observer):

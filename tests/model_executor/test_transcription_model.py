@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers that transcribe: their texts are those of transformers alone."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+import yaml
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
 from tests.model_executor.tiny_speech import TEXTS as SPOKEN
-from tests.model_executor.tiny_speech import seamless_sound, write_seamless
+from tests.model_executor.tiny_speech import seamless_sound, write_seamless, write_vits
 from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, seamless_text, write_ctc
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.openai.transcriptions import as_wav
 from vllm_omni.entrypoints.resolve import read_pipeline
@@ -260,3 +263,55 @@ def test_seamless_transcribes_translates_and_speaks(version: str, tmp_path: Path
         expected = seamless_sound(tmp_path, TEXT, version=version).clamp(-1, 1)
         samples = torch.from_numpy(np.frombuffer(spoken.content, "<i2") / 32768).float()
         torch.testing.assert_close(samples, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["", "v2"])
+def test_seamless_speaks_what_a_sound_says(version: str, tmp_path: Path) -> None:
+    """In one stage, in another language; over a chat, too."""
+    write_seamless(tmp_path, version)
+    stage = {
+        "stage_id": 0,
+        "engine_type": "transformers",
+        "engine_args": {"model_stage": "translator"},
+        "accepts": "audio",
+        "final_output": True,
+        "final_output_type": "audio",
+    }
+    configuration = tmp_path / "stages.yaml"
+    configuration.write_text(yaml.safe_dump({"stage_args": [stage]}))
+    model = getattr(hf, f"SeamlessM4T{version}Model").from_pretrained(tmp_path).eval()
+    inputs = hf.AutoProcessor.from_pretrained(tmp_path)(audio=SOUNDS[0], sampling_rate=RATE, return_tensors="pt")
+    speaker = "speaker_id" if version else "spkr_id"
+    expected = {}
+    for language in ("deu", "eng"):
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            waveform, lengths = model.generate(**inputs, tgt_lang=language, **{speaker: 1})
+        expected[language] = waveform[0, : int(lengths)]
+    assert expected["deu"].shape != expected["eng"].shape or (expected["deu"] - expected["eng"]).abs().max() > 1e-3
+
+    with AsyncOmniLLM(str(tmp_path), str(configuration)) as llm:
+        app = FakeServer(llm).app
+        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(as_wav(SOUNDS[0], RATE)).decode()}}
+        for language, sound in expected.items():
+            body = {
+                "messages": [{"role": "user", "content": [part]}],
+                "sampling_params_list": [{"language": language, "voice": "1"}],
+            }
+            answer = send(app, "POST", "/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            data = base64.b64decode(answer.json()["choices"][0]["message"]["audio"]["data"])
+            samples = torch.from_numpy(np.frombuffer(data[44:], "<i2") / 32768).float()
+            torch.testing.assert_close(samples, sound.clamp(-1, 1), rtol=0, atol=1e-3)
+        text = send(app, "POST", "/v1/audio/speech", json={"input": TEXT})
+        assert text.status_code == 400, text.text
+
+
+def test_a_model_that_only_reads_texts_hears_nothing(tmp_path: Path) -> None:
+    write_vits(tmp_path)
+    stage = OmniStageConfig(
+        stage_id=0, engine_type="transformers", accepts="audio", final_output=True, final_output_type="audio"
+    )
+    with pytest.raises(StageConfigError, match="VitsModel makes sound of a text"):
+        stage.kind.check_arguments(str(tmp_path))

@@ -70,6 +70,20 @@ def test_closing_returns_waiting_requests_and_refuses_others() -> None:
         admission.check_room()
 
 
+def test_a_request_would_wait_behind_others_and_where_all_run() -> None:
+    admission = Admission(max_inflight=2, max_queued=2)
+    assert not admission.would_wait() and not admission.would_wait(1) and admission.would_wait(2)
+    admission.put(request("a"), wait=False)
+    assert admission.would_wait(), "it has not been admitted yet"
+    admission.withdraw("a")
+    assert not admission.would_wait() and admission.would_wait(1)
+    admission.put(request("b"), wait=False)
+    admission.withdraw("b")
+    assert admission.would_wait()
+    admission.release("a")
+    assert not admission.would_wait()
+
+
 def test_waiting_for_room_can_be_cancelled() -> None:
     """The running requests may never end, or be the caller's own."""
     admission = Admission(max_inflight=1, max_queued=0)

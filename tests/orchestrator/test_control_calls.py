@@ -10,7 +10,7 @@ from tests.clock import Clock
 from tests.orchestrator.pipelines import FAR, TIMEOUT_S, error_of, fake_stage, make_config, texts
 from tests.orchestrator.test_failure import wait_until
 from tests.orchestrator.test_limits import STAGES, running
-from vllm_omni.control import AnyVerb, CollectiveRPC, CommitWeights, Freeze, ResetMMCache, Thaw
+from vllm_omni.control import AnyVerb, CollectiveRPC, CommitWeights, Freeze, ResetMMCache, Sleep, Thaw, WakeUp
 from vllm_omni.distributed.messages import AbortMessage, ControlMessage, ControlResult
 from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError, RequestAbortedError
 from vllm_omni.launch.fake import FakeStage
@@ -135,6 +135,31 @@ def test_a_replica_that_starts_is_frozen_as_the_others_are(stages: Stages) -> No
     assert stages.take() == [("a.1", Freeze())]
     stages.ask(Thaw(), 0, 1)
     stages.take()
+    stages.calls.on_stage_up(stages.second)
+    assert stages.take() == []
+
+
+def test_a_replica_that_starts_is_asleep_as_the_others_are(stages: Stages) -> None:
+    """One that is down cannot be asleep. One that is down when the others wake up comes up awake."""
+    stages.second.on_death("killed")
+    with pytest.raises(ControlError, match=r"stage 0 \(a\.1\) is restarting: nothing was done"):
+        stages.ask(Sleep(level=2), 0).result(0)
+    stages.second.state = StageState.READY
+    stages.ask(Sleep(level=2), 0)
+    stages.first.on_death("killed")
+    stages.calls.on_stage_down(stages.first)
+    stages.first.state = StageState.READY
+    stages.take()
+    stages.calls.on_stage_up(stages.first)
+    stages.calls.on_stage_up(stages.b)
+    assert stages.take() == [("a.0", Sleep(level=2))]
+
+    stages.second.on_death("killed")
+    result = stages.ask(WakeUp(), 0)
+    assert stages.take() == [("a.0", WakeUp())]
+    stages.answer(stages.first, value=True)
+    assert result.result(0) == [True]
+    stages.second.state = StageState.READY
     stages.calls.on_stage_up(stages.second)
     assert stages.take() == []
 

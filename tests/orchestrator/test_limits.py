@@ -99,6 +99,24 @@ def test_a_full_pipeline_refuses_or_blocks() -> None:
         caller.wait_one()
 
 
+def test_a_request_would_wait_where_others_wait_in_a_stage_or_all_are_paused() -> None:
+    with running(*STAGES, max_inflight=6) as caller:
+        orchestrator = caller.orchestrator
+        assert not orchestrator.would_wait()
+        caller.submit("a", fake_seconds=FAR, fake_only="slow")
+        wait_until(lambda: fresh_stats(orchestrator)[1].num_running == 1)
+        assert not orchestrator.would_wait() and orchestrator.would_wait(5)
+        others = [caller.submit(name) for name in "bc"]
+        wait_until(lambda: fresh_stats(orchestrator)[1].queue_depth == 1)  # b is in the engine
+        assert orchestrator.would_wait()
+        orchestrator.abort(others)
+        caller.wait(2)
+        wait_until(lambda: fresh_stats(orchestrator)[1].queue_depth == 0)
+        assert not orchestrator.would_wait()
+        orchestrator.pause()
+        wait_until(orchestrator.would_wait)
+
+
 def test_closing_wakes_callers_that_wait_for_room() -> None:
     errors: list[Exception] = []
     with running(*STAGES, max_inflight=1, max_queued=0) as caller:

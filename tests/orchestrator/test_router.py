@@ -176,9 +176,9 @@ class Pipeline:
         return list(self.stages[stage_id].submits)
 
 
-def again(request_id: str) -> str:
-    """The id of its second try."""
-    return f"{request_id}.retry"
+def again(request_id: str, number: int = 1) -> str:
+    """The id of its second try, or of a later one."""
+    return f"{request_id}.retry{number}"
 
 
 def as_payload(
@@ -615,6 +615,83 @@ def test_a_stream_goes_on_where_it_was(pipeline: Pipeline, sampling_params: Samp
     assert isinstance(end, CompletedEvent) and end.outputs[0].outputs[0].text == "first second"
     texts = [event.text for event in pipeline.events["r"] if isinstance(event, ARSegmentEvent)]
     assert texts == ["first ", "second", "audio"]
+
+
+def begin_streams(pipeline: Pipeline, *request_ids: str) -> None:
+    """Stage b has these requests, and their callers have a part of their output."""
+    for request_id in request_ids:
+        for stage in pipeline.stages.values():
+            stage.credit.reset()
+        pipeline.start(request_id, streams=True)
+        pipeline.output(A, request_id, "first ")
+        pipeline.result(A, request_id, "second", b=0, c=0)
+
+
+def test_streams_are_made_again_together_and_beside_new_requests(pipeline: Pipeline) -> None:
+    begin_streams(pipeline, "r", "s")
+    pipeline.kill(B)
+    pipeline.router.admit()
+    assert pipeline.submitted(A)[2:] == [again("r"), again("s")] and pipeline.submitted(B) == ["r", "s"]
+    pipeline.restart(B)
+    assert pipeline.submitted(B)[2:] == [again("r"), again("s")] and pipeline.isolated_retries == []
+    pipeline.stages[A].credit.reset()
+    pipeline.start("new")
+    assert "new" in pipeline.submitted(B)
+
+
+def test_streams_that_are_lost_twice_are_made_again_alone(pipeline: Pipeline) -> None:
+    begin_streams(pipeline, "bad", "good")
+    for number in (1, 2):
+        pipeline.kill(B)
+        pipeline.router.admit()
+        pipeline.restart(B)
+        pipeline.router.admit()
+        for request_id in ("bad", "good"):
+            if again(request_id, number) in pipeline.submitted(A):
+                pipeline.result(A, again(request_id, number), "first second", b=number, c=0)
+    assert pipeline.submitted(B)[4:] == [again("bad", 2)]
+    pipeline.kill(B)
+    assert isinstance(pipeline.failure("bad"), StageCrashError)
+    pipeline.restart(B)
+    pipeline.router.admit()
+    pipeline.result(A, again("good", 2), "first second", b=3, c=0)
+    pipeline.result(B, again("good", 2), c=0)
+    pipeline.result(C, again("good", 2), "audio")
+    assert isinstance(pipeline.end("good"), CompletedEvent)
+
+
+@pytest.mark.parametrize("state", [StageState.RESTARTING, StageState.DEAD])
+def test_a_stream_goes_on_in_another_replica_at_once(state: StageState) -> None:
+    pipeline = Pipeline(fake_stage(0, "a", (), "text", replicas=2))
+    pipeline.start("r", streams=True)
+    pipeline.output(0, "r", "first ")
+    pipeline.kill(0, state)
+    pipeline.router.admit()
+    assert pipeline.submitted(1) == [again("r")]
+    pipeline.result(1, again("r"), "first second")
+    assert isinstance(pipeline.end("r"), CompletedEvent)
+
+
+def test_a_stream_fails_with_the_last_replica(pipeline: Pipeline) -> None:
+    begin_streams(pipeline, "r")
+    pipeline.kill(B, StageState.DEAD)
+    assert type(pipeline.failure("r")) is StageDeadError
+    assert [stage.num_requests for stage in pipeline.stages.values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_stream_fails_where_its_stage_waits_for_a_node(pipeline: Pipeline, is_early: bool) -> None:
+    begin_streams(pipeline, "r")
+    pipeline.kill(B)
+    if not is_early:
+        pipeline.router.admit()
+    pipeline.router.on_stage_waits(pipeline.stages[B])
+    pipeline.router.admit()
+    assert type(pipeline.failure("r")) is StageDeadError
+    pipeline.restart(B)
+    pipeline.stages[A].credit.reset()
+    pipeline.start("next")
+    assert "next" in pipeline.submitted(B)
 
 
 @pytest.mark.parametrize("text", ["first other", "first second and more"])

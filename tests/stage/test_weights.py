@@ -132,3 +132,19 @@ def test_a_stage_that_keeps_its_weights_says_so_before_they_are_read(
     vars(engine).update(_engine=SimpleNamespace(vllm_config=config), _vllm_config=config)
     with pytest.raises(ValueError, match=problem):
         engine.control(CheckWeights(weights_path="/nowhere"))
+
+
+@pytest.mark.parametrize("available", [3 << 30, 2 << 30])
+def test_weights_that_do_not_fit_beside_the_others_are_refused(
+    plain: WeightFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr("vllm_omni.stage.engines.base.available_memory", lambda: available)
+    engine = LLMStageEngine.__new__(LLMStageEngine)
+    sizes = SimpleNamespace(collective_rpc=lambda method: {"weight_bytes": [1 << 30, 3 << 29]}[method])
+    vars(engine).update(_engine=sizes, _weight_folder=plain)
+    verb = CheckWeights(weights_path=str(write(tmp_path / "new", ones(PLAIN))))
+    if available > 5 << 29:
+        engine.control(verb)
+        return
+    with pytest.raises(ValueError, match=r"new weights take 2\.50 GiB beside its own, and 2\.00 GiB are free"):
+        engine.control(verb)

@@ -2,7 +2,7 @@
 """What the model runners do around a forward, on a device that is not the CPU: what is copied, and how often."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
+from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, SlotRows
@@ -18,6 +19,7 @@ from vllm_omni.worker import feedback_ar_model_runner
 from vllm_omni.worker.feedback_ar_model_runner import BatchSlots, FeedbackARModelRunner
 from vllm_omni.worker.feedback_rows import RequestSlots, sort_rows
 from vllm_omni.worker.gpu_ar_model_runner import RowTracker, SelectedRows
+from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner, ModelStates, _to_host
 from vllm_omni.worker.gpu_model_runner import extend_information
 from vllm_omni.worker.guided_pairs import GuidedPairs
@@ -72,6 +74,26 @@ def test_a_chunk_is_appended_on_the_device_of_the_value(device: SimulatedDevice)
     information = {"rows": torch.ones(1, 2, device=DEVICE), "codes": torch.zeros(1)}
     extend_information(information, {"rows": torch.zeros(1, 2), "codes": torch.ones(1)})
     assert on_cpu(information["rows"]).tolist() == [[1, 1], [0, 0]] and is_host(information["codes"])
+
+
+def test_weights_of_a_diffusion_stage_that_sleeps_are_on_the_host(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a stage has left out stay where they are."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(True))
+    network, left_out = torch.nn.Linear(3, 3).to(DEVICE), torch.nn.Linear(3, 3)
+    weights = [on_cpu(tensor).clone() for tensor in network.parameters()]
+    worker = DiffusionGPUWorker("", DiTConfig(), None)
+    worker._device, worker._runner = DEVICE, cast(Any, SimpleNamespace(networks=[network, left_out]))
+    for _ in range(2):  # The second time nothing is left to do.
+        worker.sleep(1)
+        assert all(is_host(tensor.data) for tensor in (*network.parameters(), *left_out.parameters()))
+        assert worker.sleep_level == 1 and emptied
+    assert worker.wake_up() and worker.sleep_level == 0
+    assert not any(is_host(tensor.data) for tensor in network.parameters())
+    assert all(is_host(tensor.data) for tensor in left_out.parameters())
+    assert all(torch.equal(on_cpu(new), old) for new, old in zip(network.parameters(), weights, strict=True))
 
 
 def test_buffers_of_slots(device: SimulatedDevice) -> None:

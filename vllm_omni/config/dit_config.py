@@ -30,6 +30,7 @@ _MINIMUM = {
     "max_seconds": 0,
     "max_outputs": 1,
     "preview_size": 1,
+    "max_trajectory_bytes": 0,
 }
 # Settings of the denoiser and the VAE, which an encoder stage does not have.
 _NOT_FOR_ENCODERS = (
@@ -114,6 +115,8 @@ class DiTConfig:
     """Largest number of outputs of one prompt."""
     preview_size: int = 256
     """Approximate longer side of a preview, in pixels."""
+    max_trajectory_bytes: int = 1 << 30
+    """Host memory, at most, for the steps of all outputs of a request with `return_trajectory`."""
 
     @property
     def context_parallel_size(self) -> int:

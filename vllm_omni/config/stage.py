@@ -107,9 +107,9 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         custom_prompt_func: Dotted path of the `PromptProcessor` of a stage without sources.
         function: Dotted path of the callable of a `function` stage, called for each request, or of a `FunctionStage`.
         batch_function: Instead of `function`: a callable for up to `runtime.max_batch_size` (default 8) requests.
-        accepts: What a function stage also takes from a caller, in place of its source's output: `text` or `audio`; of
-            an `AR` stage without sources, `audio`, which vLLM transcribes. A request that names the stage begins there;
-            others begin at the stages without sources and this key.
+        accepts: What a function stage also takes from a caller, in place of its source's output: `text`, `audio` or
+            `image`; of an `AR` stage without sources, `audio`, which vLLM transcribes. A request that names the stage
+            begins there; others begin at the stages without sources and this key.
         is_comprehension: OpenAI's sampling fields apply to this stage.
         final_output: Whether the caller receives the stage's output.
         final_output_type: The type of that output: `text`, `audio`, `image`, `video` or `latent`; a function may name
@@ -138,7 +138,7 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     custom_prompt_func: str | None = None
     function: str | None = None
     batch_function: str | None = None
-    accepts: Literal["text", "audio"] | None = None
+    accepts: Literal["text", "audio", "image"] | None = None
     is_comprehension: bool = False
     final_output: bool = False
     final_output_type: str | None = None
@@ -256,6 +256,15 @@ class StageKind:
         self.name = name
         self.stage = stage
 
+    def sleep_problem(self, level: int, keeps_requests: bool) -> str | None:
+        """Why its memory cannot be given back by `Sleep`, with the remedy; None: it can. Asked of kinds that know it.
+
+        Args:
+            level: 1 or 2.
+            keeps_requests: It may hold requests that have begun.
+        """
+        return None
+
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> "StageKind":
         """The object of a stage with this `engine_type`."""
@@ -265,7 +274,7 @@ class StageKind:
 
     @property
     def accepts_input(self) -> bool:
-        """Whether the stage can have `accepts`."""
+        """Whether the stage can have its `accepts`."""
         return False
 
     @property

@@ -2,7 +2,9 @@
 """Helpers: hints for misspelled names, sizes in bytes, conversion to typed structs, and the files of the shipped
 configurations."""
 
+import dataclasses
 import difflib
+import enum
 import re
 import threading
 from collections.abc import Iterable, Mapping
@@ -181,3 +183,25 @@ def shipped_variants(path: Path | None) -> list[Path]:
     stems = [other.stem for other in shipped if path.stem == other.stem or path.stem.startswith(f"{other.stem}_")]
     model = min(stems, key=len)
     return [other for other in shipped if other != path and (other.stem == model or other.stem.startswith(f"{model}_"))]
+
+
+def as_plain(value: Any) -> Any:
+    """A value in YAML's types; of vLLM's configuration objects, the fields that differ from their defaults."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, msgspec.Struct):
+        items = ((field.encode_name, getattr(value, field.name)) for field in msgspec.structs.fields(value))
+        return {key: as_plain(item) for key, item in items if item is not None}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {field: vars(value).get(field.name) for field in dataclasses.fields(value)}
+        return {field.name: as_plain(item) for field, item in values.items() if item != _default(field)}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [as_plain(item) for item in value]
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()

@@ -17,10 +17,12 @@ from vllm_omni.config.dit_config import parse_dit_config
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.input_images import given_media, read_images
 from vllm_omni.diffusion.media_inputs import media_arguments, read_media, takes_frames
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import (
     PipelineInfo,
     fewest_steps,
     reads_last_image,
+    sound_format,
     takes_alpha,
 )
 from vllm_omni.diffusion.request_settings import (
@@ -30,6 +32,7 @@ from vllm_omni.diffusion.request_settings import (
     check_values,
     draw_seeds,
     read_settings,
+    set_arguments,
 )
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import OmniPrompt
@@ -54,11 +57,13 @@ class DiffusionInputProcessor:
         """
         where = stage.label
         self._config = parse_dit_config(stage.dit_engine_args, where)
-        self._info = PipelineInfo.load(model, self._config)
+        self._info = read_pipeline_info(model, self._config)
         self._takes_alpha = self._info.takes_images and takes_alpha(model, self._info.index, self._config.revision)
+        self._sound_format = sound_format(model, self._info.index, self._config.revision)
         self._fewest_steps = fewest_steps(model, self._info.index, self._config.revision)
         self._class_name = self._info.pipeline_class.__name__
         self._is_first = not stage.engine_input_source
+        self._has_trajectory = stage.final_output and self._config.part != "encoder"
         self.reads_images = self._is_first or stage.runtime.requires_multimodal_data
         self._needs_last_image = reads_last_image(model, self._info.index, self._config.revision)
         if self._is_first:
@@ -94,11 +99,15 @@ class DiffusionInputProcessor:
         images = read_images({"image": given.pop("image", None)}, self._config.max_pixels, keep_alpha=self._takes_alpha)
         if len(images) > 1 and not self._info.takes_several(pipeline_class):
             raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
-        media = read_media(given, pipeline_class, self._config)
+        media = read_media(given, pipeline_class, self._config, self._sound_format)
         self._check_numbers(media, pipeline_class)
         if settings.strength is not None and not images and not media and self._info.takes_images:
             raise ValueError("strength needs an input image; give one, or remove strength")
         self._check_settings(settings, pipeline_class)
+        if self._is_first:
+            text = {"prompt": prompt.get("prompt")} if self._info.takes_prompt else {}
+            names = dict.fromkeys([*(["image"] if images else []), *media], True)
+            self._info.check_inputs({**text, **names, **set_arguments(settings), **settings.extra_args})
         check_limits(settings, pipeline_class, self._config)
         output_format = check_output_format(self._info.output_type, settings.output_format)
         self._check_adapter(lora_request)
@@ -168,6 +177,8 @@ class DiffusionInputProcessor:
             raise ValueError(f"fps is for videos, and {self._class_name} makes {made}; remove it")
         if params.preview_every and made == "audio":
             raise ValueError("preview_every: audio has no previews; remove it")
+        if params.return_trajectory and not self._has_trajectory:
+            raise ValueError("return_trajectory: this stage's output is not one of the pipeline's; remove it")
         check_output_format(made, params.output_format)
 
     def _check_adapter(self, lora_request: LoRARequest | None) -> None:

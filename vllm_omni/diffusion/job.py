@@ -10,7 +10,8 @@ import torch
 
 from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.pipeline_call import PipelineCall
-from vllm_omni.outputs import StageOutput
+from vllm_omni.diffusion.trajectory import TrajectoryRecorder
+from vllm_omni.outputs import StageOutput, Trajectory
 
 
 class Adapter(NamedTuple):
@@ -52,6 +53,8 @@ class DiffusionJob:
         latents_only: Skip decoding.
         adapter: The LoRA adapter.
         preview_every: Steps between previews; 0: none.
+        stochastic_sampling: Sets the scheduler's, if it is not None.
+        trajectory_bytes: The most memory that its recorded steps may take; None: they are not recorded.
         encoded_prompts: The results of the pipeline's calls of `encode_prompt`, if an earlier stage has made them.
         on_progress: Called after every step.
     """
@@ -64,6 +67,8 @@ class DiffusionJob:
     latents_only: bool = False
     adapter: Adapter = NO_ADAPTER
     preview_every: int = 0
+    stochastic_sampling: bool | None = None
+    trajectory_bytes: int | None = None
     encoded_prompts: list[Any] | None = None
     on_progress: Callable[[Progress], None] = field(default=lambda progress: None)
 
@@ -74,21 +79,25 @@ class RunningJob:
 
     Attributes:
         waiting: The module call that it waits for.
+        sides: Of those a modular pipeline's blocks compute one after the other.
         size: Height and width of the output in pixels, once the pipeline has computed them.
         latents: Those after the last step; kept only for previews.
         num_calls: Completed module calls.
         called: The functions of its module calls.
         has_started: A step is complete, or a network has failed; before, a ValueError means an invalid request.
+        recorder: Records its steps.
     """
 
     job: DiffusionJob
     call: PipelineCall
     waiting: ModuleCall | None = None
+    sides: dict[str, int] = field(default_factory=dict)
     size: tuple[int, int] | None = None
     latents: torch.Tensor | None = None
     num_calls: int = 0
     called: set[Callable[..., Any]] = field(default_factory=set)
     has_started: bool = False
+    recorder: TrajectoryRecorder | None = None
 
     @property
     def waiting_call(self) -> ModuleCall:
@@ -97,7 +106,7 @@ class RunningJob:
 
     def release(self) -> None:
         """Frees its memory on the device, without waiting for Python's garbage collection of cycles."""
-        self.waiting = self.latents = None
+        self.waiting = self.latents = self.recorder = None
         self.call.close()
 
 
@@ -110,6 +119,7 @@ class JobEnd:
             height, width, channels]`, audio `[channels, samples]`, or latents; on the CPU. Of a stage that encodes
             prompts: the results of `encode_prompt`.
         sound: Of a video, if the pipeline makes both: `[channels, samples]`, or latents; on the CPU.
+        trajectory: Its steps, if the job has them recorded.
         error: The reason for no output; without its frames, which would keep the pipeline's tensors.
         traceback: Its text.
         is_invalid: The request itself was wrong.
@@ -118,6 +128,7 @@ class JobEnd:
     job: DiffusionJob
     output: Any = None
     sound: torch.Tensor | None = None
+    trajectory: Trajectory | None = None
     error: Exception | None = None
     traceback: str = ""
     is_invalid: bool = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import AutoModel, DiffusionPipeline, ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.modular_info import ModularPipelineInfo, read_pipeline_info
 from vllm_omni.diffusion.offload import check_offload, place_modules
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.pipeline_settings import (
@@ -48,7 +49,7 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
         StageConfigError: The checkpoint is incomplete, damaged or of a kind that is not allowed, or a setting is
             unknown, or not supported by the pipeline or this device.
     """
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     check_offload(config, device)
@@ -70,7 +71,7 @@ def denoiser_names(model: str, config: DiTConfig) -> list[str]:
     Raises:
         StageConfigError: It has none, or the checkpoint cannot be used.
     """
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     names = [name for name in find_denoisers(classes) if name not in left_out]
@@ -96,11 +97,12 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
     """
     if config.quantization or config.offload:
         raise StageConfigError("weights that are quantized or offloaded while they are loaded cannot be estimated")
-    info = PipelineInfo.load(model, config)
+    info = read_pipeline_info(model, config)
     classes = _component_classes(model, info, config)
     left_out = _left_out(info.pipeline_class, classes, config)
     modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}
-    empty = [_without_weights(model, name, cls, config, device) for name, cls in modules.items()]
+    places = _places(model, info, modules)
+    empty = [_without_weights(*places[name], cls, config, device) for name, cls in modules.items() if name in places]
     return sum(tensor.nbytes for module in empty for tensor in module.state_dict().values())
 
 
@@ -119,6 +121,8 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
     Raises:
         StageConfigError: One is missing, or its class is unknown.
     """
+    if isinstance(info, ModularPipelineInfo):
+        return info.component_classes
     expected, _ = info.pipeline_class._get_signature_keys(info.pipeline_class)
     classes = {}
     for name in sorted(expected):
@@ -142,6 +146,13 @@ def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dic
                     "engine_args.trust_remote_code: true"
                 ) from error
     return classes
+
+
+def _places(model: str, info: PipelineInfo, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The checkpoint and the folder in it of each component that is loaded."""
+    if isinstance(info, ModularPipelineInfo):
+        return {name: (str(s.pretrained_model_name_or_path), s.subfolder or "") for name, s in info.specs.items()}
+    return {name: (model, name) for name in names}
 
 
 def _left_out(pipeline_class: type, classes: Mapping[str, type], config: DiTConfig) -> dict[str, type]:
@@ -214,9 +225,12 @@ def _load(
     device: torch.device,
 ) -> DiffusionPipeline:
     quantization = quantization_config(config, classes)
+    places = _places(model, info, left_out)
+    empty = {name: _without_weights(*places[name], cls, config, device) for name, cls in left_out.items()}
+    if isinstance(info, ModularPipelineInfo):
+        return _load_modular(model, info, empty, config, device, quantization)
     folder = _local_folder(model, info.pipeline_class, left_out, config)
     check_weight_files(folder, [name for name in classes if name not in left_out], classes, config)
-    empty = {name: _without_weights(model, name, cls, config, device) for name, cls in left_out.items()}
     try:
         pipe = info.pipeline_class.from_pretrained(
             str(folder),
@@ -227,6 +241,44 @@ def _load(
         )
     except _LOADING_ERRORS as error:
         raise StageConfigError(f"{model}: cannot be loaded as {info.pipeline_class.__name__}: {error}") from error
+    _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
+    return pipe
+
+
+def _load_modular(
+    model: str,
+    info: ModularPipelineInfo,
+    empty: Mapping[str, Any],
+    config: DiTConfig,
+    device: torch.device,
+    quantization: Any,
+) -> Any:
+    """Loads each component once, for all workflows. diffusers' `load_components` would go on without one that fails."""
+    loaded = dict(empty)
+    for name, spec in info.specs.items():
+        if name in empty:
+            continue
+        place = Path(str(spec.pretrained_model_name_or_path), spec.subfolder or "")
+        cls = spec.type_hint
+        arguments: dict[str, Any] = {}
+        if cls in (None, AutoModel) or cls.__module__.startswith("transformers.models.auto"):  # May be code of its own.
+            is_own = str(spec.pretrained_model_name_or_path) == model
+            arguments["trust_remote_code"] = config.trust_remote_code and is_own
+        if cls is None or issubclass(cls, torch.nn.Module):
+            if place.is_dir():
+                _check_weights(place, config)
+            arguments |= {"dtype": resolve_dtype(config, device), "use_safetensors": config.use_safetensors or None}
+            arguments |= {} if config.variant is None else {"variant": config.variant}
+            is_diffusers = cls is None or issubclass(cls, ModelMixin)
+            method = quantization and quantization._resolve_quant_config(is_diffusers=is_diffusers, module_name=name)
+            arguments |= {"quantization_config": method} if method else {}
+        try:
+            loaded[name] = spec.load(**arguments)
+        except _LOADING_ERRORS as error:
+            raise StageConfigError(f"{model}: {name} cannot be loaded from {place}: {error}") from error
+    pipe: Any = info.pipe
+    pipe.register_components(**loaded)
+    pipe.__class__ = info.pipeline_class
     _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
     return pipe
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -20,6 +21,7 @@ from PIL import Image
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.input_images import as_hwc, as_uint8, check_pixels
+from vllm_omni.diffusion.input_sounds import SoundFormat, read_sound
 from vllm_omni.media import as_shown, to_pil
 from vllm_omni.sampling_params import MediaInput
 
@@ -30,6 +32,9 @@ _NO_MEDIA = re.compile(
     r"|_(scale|rate|schedule|labels|cu_seqlens)$|^(class_labels|input_ids|guidance)"
 )
 _VISUAL = re.compile(r"image|mask|video|frame|hint|control")
+_SOUND = re.compile(r"audio|sound|speech|waveform")
+_WITHOUT_BATCH = ("src_audio", "reference_audio")
+"""Sounds that a pipeline takes as `[channels, samples]`; all others are `[1, channels, samples]`."""
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_DEPTH = 4
 
@@ -54,7 +59,7 @@ def media_arguments(pipeline_class: type) -> dict[str, Any]:
     return {
         name: parameter.annotation
         for name, parameter in call_parameters(pipeline_class).items()
-        if not _NO_MEDIA.search(name) and (names_media(parameter.annotation) or _dataclass_in(parameter.annotation))
+        if not _NO_MEDIA.search(name) and (names_media(parameter.annotation) or dataclass_in(parameter.annotation))
     }
 
 
@@ -72,30 +77,42 @@ def takes_frames(name: str, annotation: Any) -> bool:
 
 def takes_images(name: str, annotation: Any) -> bool:
     """Whether PIL images can be passed. Many pipelines declare a tensor, and take them too."""
-    is_visual = _VISUAL.search(name) and "embed" not in name and _dataclass_in(annotation) is None
+    is_visual = _VISUAL.search(name) and "embed" not in name and dataclass_in(annotation) is None
     return "Image" in str(annotation) or bool(is_visual)
 
 
-def _dataclass_in(annotation: Any, depth: int = 0) -> type | None:
+def takes_sound(name: str, annotation: Any) -> bool:
+    """Whether an argument is the samples of a sound."""
+    is_array = "Tensor" in str(annotation) or "ndarray" in str(annotation)
+    return is_array and bool(_SOUND.search(name)) and not takes_images(name, annotation)
+
+
+def dataclass_in(annotation: Any, depth: int = 0) -> type | None:
     """The class of diffusers in a type whose fields have media."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation if any(names_media(field.type) for field in dataclasses.fields(annotation)) else None
-    found = [_dataclass_in(part, depth + 1) for part in get_args(annotation)] if depth < _MAX_DEPTH else []
+    found = [dataclass_in(part, depth + 1) for part in get_args(annotation)] if depth < _MAX_DEPTH else []
     return next(filter(None, found), None)
 
 
-def read_media(given: Mapping[str, Any], pipeline_class: type, config: DiTConfig) -> dict[str, MediaInput]:
+def read_media(
+    given: Mapping[str, Any], pipeline_class: type, config: DiTConfig, sound_format: SoundFormat | None = None
+) -> dict[str, MediaInput]:
     """The values of media arguments as a request has them.
 
     Args:
         given: By name; see `MediaReader.read`.
+        sound_format: Of the checkpoint; None: unknown.
 
     Raises:
         ValueError, TypeError: The pipeline does not take an argument, or its type; a picture is too large, or cannot be
             decoded.
     """
     known = media_arguments(pipeline_class)
-    return {name: MediaReader(name, pipeline_class, config).read(value, known[name]) for name, value in given.items()}
+    return {
+        name: MediaReader(name, pipeline_class, config, sound_format).read(value, known[name])
+        for name, value in given.items()
+    }
 
 
 def refuse_media(name: str, pipeline_class: type, known: Sequence[str]) -> ValueError:
@@ -107,18 +124,22 @@ def refuse_media(name: str, pipeline_class: type, known: Sequence[str]) -> Value
 class MediaReader:
     """Reads one argument of a request."""
 
-    def __init__(self, name: str, pipeline_class: type, config: DiTConfig) -> None:
+    def __init__(
+        self, name: str, pipeline_class: type, config: DiTConfig, sound_format: SoundFormat | None = None
+    ) -> None:
         self._name = name
         self._where = name
         self._pipeline_class = pipeline_class
         self._config = config
+        self._sound_format = sound_format
         self._num_pictures = 0
 
     def read(self, value: Any, annotation: Any) -> MediaInput:
         """
         Args:
             value: A PIL image; an array or tensor, uint8 `[height, width, channels]` or `[frames, ...]`, or anything
-                that the pipeline reads; a list of these; a dict with the fields of a dataclass.
+                that the pipeline reads; a list of these; a sound, `(waveform, samples per second)`; a dict with the
+                fields of a dataclass.
             annotation: The argument's type.
         """
         match value:
@@ -126,6 +147,8 @@ class MediaReader:
                 return self._read_image(value, annotation)
             case np.ndarray() | torch.Tensor():
                 return self._read_array(value, annotation)
+            case (np.ndarray() | torch.Tensor(), int() | float()) if takes_sound(self._name, annotation):
+                return self._read_sound(*value)
             case list() | tuple():
                 return MediaInput(kind="items", items=[self.read(item, annotation) for item in value])
             case dict():
@@ -178,8 +201,16 @@ class MediaReader:
         self._count(*value.shape[:3])
         return torch.stack([as_uint8(as_hwc(np.asarray(frame), self._where), self._where)[..., :3] for frame in value])
 
+    def _read_sound(self, wave: np.ndarray | torch.Tensor, rate: float) -> MediaInput:
+        if self._sound_format is None:
+            raise ValueError(
+                f"{self._where}: this checkpoint's rate of sounds is unknown; give a tensor in its pipeline's format"
+            )
+        samples = read_sound(wave, rate, self._sound_format, self._config.max_seconds, self._where)
+        return MediaInput(kind="tensor", tensor=samples if self._name in _WITHOUT_BATCH else samples[None])
+
     def _read_fields(self, given: Mapping[str, Any], annotation: Any) -> MediaInput:
-        declared = _dataclass_in(annotation)
+        declared = dataclass_in(annotation)
         if declared is None:
             raise self._refusal(given, annotation)
         fields = {field.name: field for field in dataclasses.fields(declared)}
@@ -196,12 +227,18 @@ class MediaReader:
         ]
         if missing:
             raise ValueError(f"{self._where}: {declared.__name__} needs {', '.join(missing)}")
-        return MediaInput(kind="fields", fields={k: self._read_field(v, fields[k].type) for k, v in given.items()})
+        return MediaInput(kind="fields", fields={k: self._read_field(k, v, fields[k].type) for k, v in given.items()})
 
-    def _read_field(self, value: Any, annotation: Any) -> MediaInput:
-        if isinstance(value, _PLAIN):
-            return MediaInput(kind="plain", plain=value)
-        return self.read(value, annotation)
+    def _read_field(self, name: str, value: Any, annotation: Any) -> MediaInput:
+        if not isinstance(value, _PLAIN) or (names_media(annotation) and value is not None):
+            return self.read(value, annotation)
+        try:
+            msgspec.convert(value, annotation)
+        except msgspec.ValidationError as error:
+            raise TypeError(f"{self._where}: {name}: {error}") from error
+        except TypeError:
+            pass  # A type that msgspec does not know.
+        return MediaInput(kind="plain", plain=value)
 
     def _count(self, num_pictures: int, height: int, width: int) -> None:
         check_pixels(height, width, self._config.max_pixels, self._where)
@@ -219,15 +256,16 @@ class MediaReader:
     def _refusal(self, value: Any, annotation: Any) -> TypeError:
         hint = "; open it first: PIL.Image.open(...)" if isinstance(value, (str, bytes)) else ""
         others = ", ".join(media_arguments(self._pipeline_class))
+        sound = ", or (waveform, samples per second)" if takes_sound(self._name, annotation) else ""
         return TypeError(
             f"{self._where} is a {type(value).__name__}{hint}; {self._pipeline_class.__name__} takes "
-            f"{_describe(annotation)} (its inputs: {others})"
+            f"{_describe(annotation)}{sound} (its inputs: {others})"
         )
 
 
 def _describe(annotation: Any) -> str:
     """A type in an error."""
-    declared = _dataclass_in(annotation)
+    declared = dataclass_in(annotation)
     if declared is not None:
         return f"dicts with {', '.join(field.name for field in dataclasses.fields(declared))}"
     words = {"Image": "PIL images", "Tensor": "tensors", "ndarray": "arrays"}
@@ -249,7 +287,7 @@ def restore(value: MediaInput, annotation: Any) -> Any:
         case "items":
             return [restore(item, annotation) for item in value.items]
         case "fields":
-            declared = _dataclass_in(annotation)
+            declared = dataclass_in(annotation)
             assert declared is not None
             types = {field.name: field.type for field in dataclasses.fields(declared)}
             return declared(**{name: restore(field, types[name]) for name, field in value.fields.items()})

@@ -14,7 +14,7 @@ from typing import Any
 
 import greenlet
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipelineBlocks, SchedulerMixin
 from diffusers.guiders import BaseGuidance
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
@@ -25,7 +25,7 @@ class CallAborted(BaseException):
 
 
 class PipelineCall:
-    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider and all settings are not.
+    """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
     other calls are running.
@@ -92,7 +92,7 @@ def _copy_pipe(pipe: DiffusionPipeline, copies: dict[int, Any]) -> DiffusionPipe
     for name, component in vars(pipe).items():  # `components` would look at the class's signature first
         if isinstance(component, DiffusionPipeline):
             setattr(copied, name, copies.get(id(component)) or _copy_pipe(component, copies))
-        elif isinstance(component, (SchedulerMixin, BaseGuidance)):
+        elif isinstance(component, (SchedulerMixin, BaseGuidance, ModularPipelineBlocks)):
             if id(component) not in copies:
                 copies[id(component)] = copy.deepcopy(component)
             setattr(copied, name, copies[id(component)])
@@ -106,10 +106,14 @@ class _CallGreenlet(greenlet.greenlet):
 
 
 class _Gate:
-    """Replaces a module's function: if a pipeline that runs as a `PipelineCall` calls it, the call waits."""
+    """Replaces a module's function: if a pipeline that runs as a `PipelineCall` calls it, the call waits.
+
+    It has the function's signature: modular pipelines pass what `forward` has parameters for.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.__signature__ = inspect.signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = greenlet.getcurrent()

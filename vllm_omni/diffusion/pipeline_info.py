@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
@@ -19,6 +19,7 @@ from PIL import Image
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.input_sounds import SoundFormat
 from vllm_omni.diffusion.media_inputs import call_parameters, media_arguments, names_media, refuse_media
 from vllm_omni.errors import StageConfigError
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # diffusers is imported when a diffusion pipeline is opened, 
 
 OutputType = Literal["image", "video", "audio"]
 
-_INDEX = "model_index.json"
-_MODULAR_INDEX = "modular_model_index.json"
+INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
 # Fields of diffusers' output classes, and their media.
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
 SOUND_FIELD = "audio"
@@ -56,13 +57,14 @@ _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21
 def is_diffusers_model(model: str, revision: str | None = None) -> bool:
     """Whether a checkpoint (a directory, or a name on the hub) is a diffusers pipeline. Imports no diffusers.
 
-    True for a modular one, which `load_model_index` refuses. False for a name that cannot be looked up (offline, not
-    cached): loading it raises the error.
+    True for a modular one, too. False for a name that cannot be looked up (offline, not cached): loading it raises the
+    error.
     """
-    return any(_has_file(model, index, revision) for index in (_INDEX, _MODULAR_INDEX))
+    return any(has_file(model, index, revision) for index in (INDEX, MODULAR_INDEX))
 
 
-def _has_file(model: str, name: str, revision: str | None) -> bool:
+def has_file(model: str, name: str, revision: str | None) -> bool:
+    """Whether a checkpoint has a file in its folder. Imports no diffusers."""
     if Path(model).exists():
         return (Path(model) / name).is_file()
     from huggingface_hub import hf_hub_download
@@ -88,7 +90,8 @@ class PipelineInfo:
 
     @classmethod
     def load(cls, model: str, config: DiTConfig) -> "PipelineInfo":
-        """
+        """Reads a checkpoint of a pipeline that is not modular; `read_pipeline_info` reads any.
+
         Raises:
             StageConfigError: The checkpoint cannot be read, or its class is unknown, or makes text or what another
                 pipeline reads.
@@ -161,6 +164,14 @@ class PipelineInfo:
             if any(nets in str(each) for each in classes for nets in _SEVERAL_NETS):
                 return True
         return takes_several_images(pipeline_class, name)
+
+    def image_argument(self, pipeline_class: type, images: list[Any]) -> Any:
+        """The images of one prompt as the pipeline's call takes them."""
+        return images if self.takes_several(pipeline_class) else images[0]
+
+    def check_inputs(self, given: Mapping[str, Any]) -> None:
+        """Refuses inputs that do not go together, or have another type than the pipeline declares. Only modular
+        pipelines declare enough for that."""
 
     def class_for(self, media: Collection[str]) -> "type[DiffusionPipeline]":
         """The class that runs a request with these media, made of the same components: the checkpoint's own, or
@@ -255,34 +266,31 @@ def takes_several_images(pipeline_class: type, name: str = "image") -> bool:
     if "prompt" not in call_parameters(pipeline_class):
         return False
     parameter = call_parameters(pipeline_class).get(name)
-    lists = [] if parameter is None else [a for a in _alternatives(parameter.annotation) if get_origin(a) is list]
+    lists = [] if parameter is None else [a for a in alternatives(parameter.annotation) if get_origin(a) is list]
     items = [item for a in lists for item in get_args(a)[:1]]
     of_any = any(get_origin(item) in (Union, types.UnionType) and "Image" in str(item) for item in items)
     return of_any or (bool(items) and all(item is Image.Image for item in items))
 
 
 def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
-    """A checkpoint's `model_index.json`.
+    """A checkpoint's `model_index.json`; `modular_model_index.json` where it has only that.
 
     Raises:
         StageConfigError: It cannot be read, or names no class.
     """
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
+    is_modular = not has_file(model, INDEX, revision) and has_file(model, MODULAR_INDEX, revision)
+    reader, name = (ModularPipeline, MODULAR_INDEX) if is_modular else (DiffusionPipeline, INDEX)
     try:
-        index = DiffusionPipeline.load_config(model, revision=revision)
+        index = reader.load_config(model, revision=revision)
     except (OSError, ValueError) as error:
-        if _has_file(model, _MODULAR_INDEX, revision):
-            raise StageConfigError(
-                f"{model}: is a modular pipeline ({_MODULAR_INDEX}), which is not supported; use a checkpoint of a "
-                f"pipeline with a {_INDEX}"
-            ) from error
         raise StageConfigError(
-            f"{model}: {_INDEX} cannot be read ({error}); give a folder of a saved diffusers pipeline, or a "
+            f"{model}: {name} cannot be read ({error}); give a folder of a saved diffusers pipeline, or a "
             "name on the hub (offline: one in the cache)"
         ) from error
     if not isinstance(index, dict) or not index.get("_class_name"):
-        raise StageConfigError(f"{model}: {_INDEX} has no _class_name; it is no diffusers checkpoint")
+        raise StageConfigError(f"{model}: {name} has no _class_name; it is no diffusers checkpoint")
     return index
 
 
@@ -294,7 +302,7 @@ def _find_class(model: str, index: dict[str, Any], config: DiTConfig) -> "type[D
         return _load_own_class(model, name[0], name[1], config)
     if "." in name and not (config.pipeline_class or config.trust_remote_code):
         raise StageConfigError(
-            f"{model}: {_INDEX}: _class_name {name!r} is no class of diffusers; if you trust this module, set "
+            f"{model}: {INDEX}: _class_name {name!r} is no class of diffusers; if you trust this module, set "
             "engine_args.pipeline_class to it, or engine_args.trust_remote_code: true"
         )
     found = resolve_dotted_path(name, f"{model}: pipeline_class") if "." in name else getattr(diffusers, name, None)
@@ -326,13 +334,13 @@ def _load_own_class(model: str, module: str, name: str, config: DiTConfig) -> "t
         raise StageConfigError(f"{model}: its pipeline {name} cannot be imported from {module}.py: {error}") from error
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _is_optional(annotation: Any) -> bool:
-    return type(None) in _alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
+    return type(None) in alternatives(annotation) or (isinstance(annotation, str) and "None" in annotation)
 
 
 _TERMINAL = "shift_terminal"
@@ -361,6 +369,12 @@ def reads_last_image(model: str, index: dict[str, Any], revision: str | None = N
     return any(_component_values("transformer", (_POSITIONS_OF_IMAGES,), model, index, revision))
 
 
+def sound_format(model: str, index: dict[str, Any], revision: str | None = None) -> SoundFormat | None:
+    """What a checkpoint's VAE encodes of sound; None if it encodes none. Takes the arguments of `temporal_factor`."""
+    values = _component_values("vae", ("sampling_rate", "audio_channels"), model, index, revision)
+    return SoundFormat(*values) if len(values) == 2 and all(isinstance(value, int) for value in values) else None
+
+
 def takes_alpha(model: str, index: dict[str, Any], revision: str | None = None) -> bool:
     """Whether a checkpoint's VAE encodes images with their transparency. Takes the arguments of `temporal_factor`."""
     return _component_values("vae", (VAE_CHANNELS,), model, index, revision) == [4]
@@ -385,12 +399,14 @@ def _component_values(
     """Settings of a component of a checkpoint: those of these names that its class has, if it is one of diffusers'."""
     import diffusers
 
-    library, name = index.get(component) or (None, None)
+    library, name, *place = index.get(component) or (None, None)
     if library != "diffusers" or not hasattr(diffusers, str(name)):
         return []
     component_class = getattr(diffusers, str(name))
     parameters = inspect.signature(component_class.__init__).parameters
     known = {name: parameters[name].default for name in names if name in parameters}
+    if place:  # Of a modular pipeline.
+        model, component = place[0]["model"], place[0]["subfolder"]
     config = component_class.load_config(model, subfolder=component, revision=revision) if known else {}
     return [config.get(name, default) for name, default in known.items()]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import diffusers.hooks
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, PipelineQuantizationConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.autoencoders.vae import AutoencoderMixin
 from diffusers.models.cache_utils import CacheMixin
@@ -175,6 +175,11 @@ def check_cache(config: DiTConfig, pipeline_class: type, denoisers: Mapping[str,
         StageConfigError: This pipeline cannot be cached so; names the method, setting or component, and the choices.
     """
     settings = _settings(config)
+    if issubclass(pipeline_class, ModularPipeline):
+        raise StageConfigError(
+            f"engine_args.cache_backend: {pipeline_class.__name__} is a modular pipeline, most of which do not tell a "
+            "cache the guided passes of a step apart; remove it"
+        )
     for name, cls in denoisers.items():
         if not issubclass(cls, CacheMixin):
             raise StageConfigError(

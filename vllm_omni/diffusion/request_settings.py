@@ -231,8 +231,7 @@ def call_arguments(pipeline_class: type, params: DiffusionSamplingParams) -> dic
         ValueError: The pipeline does not take a setting; names it, and those that it takes.
     """
     known = call_parameters(pipeline_class)
-    settings = {name: getattr(params, name) for name in _ARGUMENTS}
-    arguments = {name: value for name, value in settings.items() if value is not None}
+    arguments = set_arguments(params)
     for name in params.extra_args:
         _check_extra(name)
     arguments |= params.extra_args
@@ -242,6 +241,12 @@ def call_arguments(pipeline_class: type, params: DiffusionSamplingParams) -> dic
     if params.fps is not None:
         arguments |= {name: params.fps for name in _FPS if name in known}
     return arguments
+
+
+def set_arguments(params: DiffusionSamplingParams) -> dict[str, Any]:
+    """The settings that are set and are arguments of pipelines under the same names."""
+    settings = {name: getattr(params, name) for name in _ARGUMENTS}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def default_fps(pipeline_class: type) -> float | None:

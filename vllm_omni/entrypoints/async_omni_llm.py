@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.entrypoints.operations import AsyncOperations
+from vllm_omni.entrypoints.withheld_methods import OF_ASYNC_LLM
 from vllm_omni.errors import PipelineClosedError
+from vllm_omni.metrics.stats import SpeculationCounts
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
@@ -32,6 +34,9 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
         async for event in llm.generate("Tell me a joke."):
             ...
     """
+
+    _vllm_class = "AsyncLLM"
+    _withheld_methods = OF_ASYNC_LLM
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `OmniLLM`."""
@@ -203,8 +208,23 @@ class AsyncOmniLLM(AsyncOperations, OmniBase):
             PipelineFullError: The queue is full.
             PipelineClosedError: `close()` was called.
         """
-        num_coming = sum(place.num_sequences for place in self._places)
-        self._pipeline.orchestrator.check_room(num_coming, num_sequences)
+        self._pipeline.orchestrator.check_room(self._num_coming, num_sequences)
+
+    @property
+    def _num_coming(self) -> int:
+        return sum(place.num_sequences for place in self._places)
+
+    def would_wait(self) -> bool:
+        """Whether a further request would wait: for its admission, or behind others in a stage.
+
+        Raises:
+            PipelineClosedError: `close()` was called.
+        """
+        return self._pipeline.orchestrator.would_wait(self._num_coming)
+
+    def watch_speculations(self, counts: SpeculationCounts) -> None:
+        """Shows the counts of a server's realtime sessions in the metrics of the pipeline."""
+        self._pipeline.orchestrator.watch_speculations(counts)
 
     def reserve(self, num_sequences: int = 1) -> Place:
         """Takes a place in the queue for a request that is still to be made. So requests have their places in the order

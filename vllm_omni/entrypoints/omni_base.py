@@ -7,12 +7,13 @@ Imports neither torch nor vLLM, so that a fork server can import them at the sam
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.utils import as_plain
 from vllm_omni.errors import PipelineStartError
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import quiet_start
@@ -22,6 +23,7 @@ from vllm_omni.vllm_requirement import require_vllm
 if TYPE_CHECKING:
     from typing import Self
 
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.tokenizers import TokenizerLike
 
@@ -74,6 +76,11 @@ def launch_pipeline(
 class OmniBase:
     """A pipeline of stages, each an engine in its own process. Ends with the object, or with the interpreter."""
 
+    _vllm_class: ClassVar[str]
+    """The one of vLLM that it is like."""
+    _withheld_methods: ClassVar[Mapping[str, str]]
+    """Those of its methods that a pipeline does not have, with the reason."""
+
     def __init__(
         self,
         model: str,
@@ -106,8 +113,27 @@ class OmniBase:
         # Also runs when the interpreter exits, so that no process is left behind without close().
         self._finalizer = weakref.finalize(self, self._pipeline.orchestrator.close)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """A pipeline with those of vLLM's arguments that are not at their defaults, for each of its vLLM stages.
+
+        Raises:
+            OmniError: As the constructor.
+        """
+        defaults = vars(type(engine_args)(model=engine_args.model))
+        given = {name: as_plain(value) for name, value in vars(engine_args).items() if value != defaults[name]}
+        return cls(engine_args.model, **given)
+
     def _prepare(self) -> None:
         """Called before a process is started, and vLLM is imported."""
+
+    if not TYPE_CHECKING:  # Else a checker would take any name for an attribute.
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in self._withheld_methods:
+                text += f"; it is of vLLM's {self._vllm_class} alone: {self._withheld_methods[name]}"
+            raise AttributeError(text)
 
     @property
     def config(self) -> PipelineConfig:

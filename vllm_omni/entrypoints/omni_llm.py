@@ -6,18 +6,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tqdm import tqdm
 
 from vllm_omni.entrypoints.omni_base import OmniBase
 from vllm_omni.entrypoints.operations import BlockingOperations
-from vllm_omni.errors import InvalidRequestError
+from vllm_omni.entrypoints.withheld_methods import OF_LLM
+from vllm_omni.errors import InvalidControlError, InvalidRequestError
 from vllm_omni.metrics.logs import log_to_stderr
 
 if TYPE_CHECKING:  # vLLM is imported when a pipeline is launched, not before
     from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.reader import Metric
 
     from vllm_omni.entrypoints.pipeline import Pipeline
     from vllm_omni.entrypoints.request_builder import StageSamplingParams
@@ -49,18 +52,12 @@ class OmniLLM(BlockingOperations, OmniBase):
     otherwise.
     """
 
+    _vllm_class = "LLM"
+    _withheld_methods = OF_LLM
+
     def _prepare(self) -> None:
         log_to_stderr()
-
-    if not TYPE_CHECKING:  # Else a checker would take any name for an attribute.
-
-        def __getattr__(self, name: str) -> Any:
-            from vllm import LLM
-
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("_") and hasattr(LLM, name):
-                text += "; it is of vLLM's LLM alone: a pipeline generates and chats (docs/offline.md)"
-            raise AttributeError(text)
+        self._enqueued: list[_Batch] = []
 
     @overload
     def generate(
@@ -139,9 +136,52 @@ class OmniLLM(BlockingOperations, OmniBase):
         if on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error must be 'raise' or 'return', not {on_error!r}", "")
         settings = _settings(prompts, lora_request=lora_request, priority=priority)
-        batch = _Batch(self, settings, sampling_params_list, stream, keep_outputs)
-        events = batch.events(use_tqdm=not stream if use_tqdm is None else use_tqdm)
+        batch = _Batch(self._pipeline, settings, sampling_params_list, stream, keep_outputs)
+        events = batch.events(self, use_tqdm=not stream if use_tqdm is None else use_tqdm)
         return events if stream else _collect(events, raises=on_error == "raise")
+
+    def enqueue(
+        self,
+        prompts: Prompts,
+        sampling_params_list: SamplingParamsList = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = False,
+    ) -> list[str]:
+        """Starts prompts, and returns without waiting for their outputs: `wait_for_completion` has them.
+
+        Args:
+            use_tqdm: Show a progress bar on stderr while requests are made of the prompts.
+
+        The other arguments are those of `generate`.
+
+        Returns:
+            The `request_id` of each prompt's outputs.
+
+        Raises:
+            InvalidRequestError: A prompt or its parameters are wrong. None of this call's was started.
+            PipelineClosedError: As `generate`.
+        """
+        self._pipeline.orchestrator.check_process()
+        settings = _settings(prompts, lora_request=lora_request, priority=priority)
+        num_before = sum(batch.num_prompts for batch in self._enqueued)
+        batch = _Batch(self._pipeline, settings, sampling_params_list, first_index=num_before)
+        request_ids = batch.start(use_tqdm)
+        self._enqueued.append(batch)
+        return request_ids
+
+    def wait_for_completion(
+        self, use_tqdm: bool | None = None, *, on_error: Literal["raise", "return"] = "raise"
+    ) -> list[OmniRequestOutput]:
+        """Waits for all prompts of `enqueue` and `enqueue_chat`, whose outputs nobody has had yet.
+
+        The arguments are those of `generate`, and so are the outputs and errors: of all these prompts, in their order.
+        """
+        return _collect(self._enqueued_events(use_tqdm is not False), raises=on_error == "raise")
+
+    def _enqueued_events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
+        while self._enqueued:
+            yield from self._enqueued.pop(0).events(self, use_tqdm)
 
     @overload
     def chat(
@@ -203,23 +243,18 @@ class OmniLLM(BlockingOperations, OmniBase):
 
         All other arguments, the return value and the exceptions are those of `generate`.
         """
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequestError("continue_final_message needs add_generation_prompt=False", "")
-        from vllm_omni.inputs import ChatParams
-
-        template_kwargs = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        params = ChatParams(
+        prompts = _chat_prompts(
+            messages,
+            modalities=modalities,
+            additional_information=additional_information,
             chat_template=chat_template,
             chat_template_content_format=chat_template_content_format,
-            chat_template_kwargs=template_kwargs | (chat_template_kwargs or {}),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        options = {"modalities": modalities, "additional_information": additional_information}
-        prompts = [{"messages": each, "chat_params": params, **options} for each in _as_conversations(messages)]
         return self.generate(  # type: ignore[call-overload, misc]
             prompts,
             sampling_params_list,
@@ -231,34 +266,98 @@ class OmniLLM(BlockingOperations, OmniBase):
             on_error=on_error,
         )
 
+    def enqueue_chat(
+        self,
+        messages: Conversations,
+        sampling_params_list: SamplingParamsList = None,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        **options: Any,
+    ) -> list[str]:
+        """Starts conversations, and returns without waiting for their outputs, as `enqueue`.
+
+        Args:
+            options: Those of `chat` for its messages, from `modalities` on.
+        """
+        prompts = _chat_prompts(messages, **options)
+        return self.enqueue(prompts, sampling_params_list, lora_request, priority, use_tqdm)
+
+    def get_metrics(self) -> list[Metric]:
+        """vLLM's metrics of all vLLM stages of this process's pipelines, with the labels `pipeline`, `stage` and
+        `replica`; as old as a second while a stage works. The pipeline's own are `stats`.
+
+        Raises:
+            InvalidControlError: The pipeline was opened without `log_stats=True`.
+        """
+        if not self._pipeline.orchestrator.log_stats:
+            raise InvalidControlError("get_metrics: there are none; open the pipeline with log_stats=True")
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return get_metrics_snapshot()
+
 
 class _Batch:
     """The prompts of one call. Its own thread builds and submits them, and blocks while the pipeline is full."""
 
     def __init__(
         self,
-        owner: OmniLLM,
+        pipeline: Pipeline,
         prompts: list[tuple[str | OmniPrompt, dict[str, Any]]],
         sampling_params_list: SamplingParamsList,
-        streams: bool,
-        keep_outputs: bool,
+        streams: bool = False,
+        keep_outputs: bool = True,
+        first_index: int | None = None,
     ) -> None:
-        self._owner = owner  # Prevents that it is closed by its finalizer while its events are read.
-        self._pipeline = owner._pipeline
+        """`first_index`: the `prompt_index` of the first one, of several batches that are read together."""
+        self._pipeline = pipeline
         self._prompts = prompts
+        self._first_index = first_index or 0
+        self._numbers_errors = len(prompts) > 1 or first_index is not None
         self._sampling_params_list = sampling_params_list
         self._streams = streams
         self._keep_outputs = keep_outputs
         self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
         self._is_cancelled = threading.Event()
+        self._feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
+        self._built: deque[PipelineRequest] = deque()  # by `start`
         self._running: dict[str, None] = {}  # an ordered set
         self._indices: dict[str, int] = {}  # of the prompts, by request id
 
-    def events(self, use_tqdm: bool) -> Iterator[OmniEvent]:
-        """All events of all prompts, one terminal event for each prompt."""
-        feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    def start(self, use_tqdm: bool) -> list[str]:
+        """Builds the requests of all prompts now, and starts them; those that are complete make room for others.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            InvalidRequestError: One cannot be built. None was started.
+        """
+        prompts = tqdm(self._prompts, "Adding requests", disable=not use_tqdm, dynamic_ncols=True)
+        for index, (prompt, settings) in enumerate(prompts):
+            try:
+                self._built.append(self._build(prompt, settings, self._put_and_release))
+            except InvalidRequestError as error:
+                if len(self._prompts) > 1:
+                    error.args = (f"prompt {index}: {error}", *error.args[1:])
+                raise
+        request_ids = [request.external_id for request in self._built]
+        self._feeder.start()
+        return request_ids
+
+    def events(self, owner: OmniLLM, use_tqdm: bool) -> Iterator[OmniEvent]:
+        """All events of all prompts, one terminal event for each prompt.
+
+        Args:
+            owner: Is not closed by its finalizer while they are read.
+        """
         try:
-            feeder.start()
+            if self._feeder.ident is None:
+                self._feeder.start()
             with _ProgressBar(self._pipeline, len(self._prompts), use_tqdm) as bar:
                 while bar.num_done < len(self._prompts):
                     event = self._next_event(bar)
@@ -270,13 +369,13 @@ class _Batch:
                         bar.advance()
                     yield event
         finally:
-            self._cancel(feeder)
+            self._cancel(owner)
 
     def _number(self, event: OmniEvent) -> None:
         """Says which prompt the event is about; the message of its error, too."""
         event.prompt_index = self._indices[event.request_id]
         error = getattr(event, "error", None)  # of an `ErrorEvent`, whose module imports vLLM
-        if error is not None and len(self._prompts) > 1:
+        if error is not None and self._numbers_errors:
             error.args = (f"prompt {event.prompt_index}: {error}", *error.args[1:])
 
     def _next_event(self, bar: _ProgressBar) -> OmniEvent:
@@ -294,11 +393,11 @@ class _Batch:
 
     def _submit_all(self) -> None:
         try:
-            for index, (prompt, settings) in enumerate(self._prompts):
+            for index, (prompt, settings) in enumerate(self._prompts, self._first_index):
                 if self._is_cancelled.is_set():
                     return
                 try:
-                    request = self._build(prompt, settings)
+                    request = self._built.popleft() if self._built else self._build(prompt, settings, self._events.put)
                 except InvalidRequestError as error:
                     self._indices[error.request_id] = index
                     self._events.put(_as_event(error))
@@ -308,11 +407,13 @@ class _Batch:
         except Exception as error:
             self._events.put(error)
 
-    def _build(self, prompt: str | OmniPrompt, settings: dict[str, Any]) -> PipelineRequest:
+    def _build(
+        self, prompt: str | OmniPrompt, settings: dict[str, Any], on_event: Callable[[OmniEvent], None]
+    ) -> PipelineRequest:
         return self._pipeline.builder.build(
             prompt,
             self._sampling_params_list,
-            self._events.put,
+            on_event,
             streams=self._streams,
             keep_outputs=self._keep_outputs,
             **settings,
@@ -325,15 +426,21 @@ class _Batch:
         if self._is_cancelled.is_set():  # `_cancel` may have run before it was in `_running`.
             orchestrator.cancel([request.request_id])
 
-    def _cancel(self, feeder: threading.Thread) -> None:
+    def _put_and_release(self, event: OmniEvent) -> None:
+        """Called on the orchestrator's thread."""
+        self._events.put(event)
+        if event.is_terminal:
+            self._pipeline.orchestrator.release(event.request_id)
+
+    def _cancel(self, owner: OmniLLM) -> None:
         """Aborts running prompts, after the iterator was closed or an error was raised."""
-        if not self._owner.is_open:
+        if not owner.is_open:
             return  # Possibly at interpreter exit: threads do not run then, and modules are empty.
         self._is_cancelled.set()
         if self._running:
             self._pipeline.orchestrator.cancel(list(self._running))
-        if feeder.is_alive():
-            feeder.join()
+        if self._feeder.is_alive():
+            self._feeder.join()
 
 
 class _ProgressBar:
@@ -384,6 +491,39 @@ def _settings(prompts: Any, **settings: Any) -> list[tuple[str | OmniPrompt, dic
             raise InvalidRequestError(f"{name} has {len(values)} entries for {len(prompts)} prompts", "")
         of_all[name] = values
     return [(prompt, {name: of_all[name][i] for name in of_all}) for i, prompt in enumerate(prompts)]
+
+
+def _chat_prompts(
+    messages: Conversations,
+    *,
+    modalities: list[str] | None = None,
+    additional_information: dict[str, Any] | None = None,
+    chat_template: str | None = None,
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    mm_processor_kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    """The prompts of conversations. Arguments and errors are those of `OmniLLM.chat`."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError("continue_final_message needs add_generation_prompt=False", "")
+    from vllm_omni.inputs import ChatParams
+
+    template_kwargs = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+    }
+    params = ChatParams(
+        chat_template=chat_template,
+        chat_template_content_format=chat_template_content_format,
+        chat_template_kwargs=template_kwargs | (chat_template_kwargs or {}),
+        mm_processor_kwargs=mm_processor_kwargs,
+    )
+    options = {"modalities": modalities, "additional_information": additional_information}
+    return [{"messages": each, "chat_params": params, **options} for each in _as_conversations(messages)]
 
 
 def _as_conversations(messages: Conversations) -> Sequence[Any]:

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
+
+import msgspec
 
 from vllm_omni.control import (
     AddLoRA,
@@ -36,10 +40,11 @@ from vllm_omni.control import (
     Verb,
     WakeUp,
 )
-from vllm_omni.errors import InvalidControlError
+from vllm_omni.errors import ControlError, InvalidControlError
 from vllm_omni.placement.devices import world_size
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
     from vllm.lora.request import LoRARequest
 
@@ -84,6 +89,8 @@ class PipelineOperations:
         if mode == "keep":
             self._ask(Freeze())
             return
+        if self._pipeline.orchestrator.is_frozen:  # Those that were kept go on, to be completed.
+            self._ask(Thaw())
         drained.result()
         if clear_cache and self.is_paused():  # It may have been resumed instead.
             self._clear_caches()
@@ -101,20 +108,35 @@ class PipelineOperations:
         """Pauses generation, and gives memory back.
 
         Args:
-            level: 0: none. 1: weights move to the host, and KV caches are discarded. 2: both are discarded. Stages need
-                vLLM's `enable_sleep_mode` for 1 and 2, and so a GPU; those without a vLLM engine keep their memory.
-            mode: As for `pause_generation`.
+            level: 0: none. 1: weights move to the host, and KV caches are discarded; for this vLLM stages need
+                `enable_sleep_mode`, and all a GPU. 2: weights are dropped, and `wake_up` loads them again; only of
+                diffusion stages. Stages of other kinds keep their memory.
+            mode: As for `pause_generation`; `keep` not for diffusion stages.
+
+        Raises:
+            InvalidControlError: A stage's memory cannot be given back so; nothing was done.
+            ControlError: A stage could not do it; the pipeline is awake.
         """
         if level not in (0, 1, 2):
             raise InvalidControlError(f"level: {level} is not 0, 1 or 2")
+        was_paused = self.is_paused()
         if level > 0:
-            self._check_sleep_mode()
+            self._check_sleep(level, mode)
         self.pause_generation(mode=mode, clear_cache=level > 0)
-        if level > 0:
-            self._is_asleep = True
+        if level == 0:
+            return
+        if not self.is_paused():
+            raise ControlError("sleep: generation was resumed meanwhile; nothing was done")
+        self._is_asleep = True
+        try:
             if mode == "keep":  # They are computed again.
                 self._ask(ResetPrefixCache(reset_running_requests=True))
             self._ask(Sleep(level=level))
+        except BaseException:
+            self._is_asleep = not all(self._ask(WakeUp()))
+            if not was_paused:
+                self.resume_generation()
+            raise
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         """Takes memory again after `sleep`, and resumes generation once all of it is there.
@@ -129,10 +151,8 @@ class PipelineOperations:
         if unknown:
             raise InvalidControlError(f"tags: {', '.join(unknown)}: there are weights, kv_cache and scheduling")
         memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
-        awake: list[bool] = []
         if self._is_asleep and memory != []:
-            awake = self._ask(WakeUp(tags=memory))
-        self._is_asleep = self._is_asleep and not (awake and all(awake))
+            self._is_asleep = not all(self._ask(WakeUp(tags=memory)))
         if not self._is_asleep:
             self.resume_generation()
         return not self._is_asleep
@@ -141,15 +161,14 @@ class PipelineOperations:
         """Whether it sleeps, at any level, or is paused."""
         return self._is_asleep or self.is_paused()
 
-    def _check_sleep_mode(self) -> None:
+    def _check_sleep(self, level: int, mode: PauseMode) -> None:
         self._check_any(Sleep)
-        stages = [stage for stage in self._pipeline.config.stage_args if Sleep in stage.kind.verbs]
-        lacking = [stage.label for stage in stages if not stage.engine_args.get("enable_sleep_mode")]
-        if lacking:
-            raise InvalidControlError(
-                f"sleep: the memory of {', '.join(lacking)} cannot be given back; set enable_sleep_mode: true, which "
-                "needs a GPU, or use level 0"
-            )
+        labels: dict[str, list[str]] = {}
+        for stage in self._pipeline.config.stage_args:
+            if Sleep in stage.kind.verbs and (problem := stage.kind.sleep_problem(level, mode == "keep")):
+                labels.setdefault(problem, []).append(stage.label)
+        for problem, stages in labels.items():
+            raise InvalidControlError(f"sleep: the memory of {', '.join(stages)} cannot be given back; {problem}")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets prefixes, and the rows that are kept with them.
@@ -183,16 +202,21 @@ class PipelineOperations:
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Starts the profilers of all vLLM stages (`profiler_config`): each writes its trace into their folder.
 
         Args:
             profile_prefix: Of the traces' names.
             delay_iterations, max_iterations: Steps before it, and of it.
+            profiler_kwargs: Of the profiler itself; since vLLM 0.33.
         """
         self._ask(
             StartProfile(
-                profile_prefix=profile_prefix, delay_iterations=delay_iterations, max_iterations=max_iterations
+                profile_prefix=profile_prefix,
+                delay_iterations=delay_iterations,
+                max_iterations=max_iterations,
+                profiler_kwargs=profiler_kwargs,
             )
         )
 
@@ -215,7 +239,7 @@ class PipelineOperations:
 
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -223,14 +247,20 @@ class PipelineOperations:
         """Calls a method of each worker of each vLLM stage.
 
         Args:
+            method: Its name; or a function that gets the worker, if vLLM's `VLLM_ALLOW_INSECURE_SERIALIZATION` is set.
             timeout: Seconds.
             args, kwargs: Plain data.
 
         Returns:
             What they return, as plain data or text, in the order of stages and replicas.
         """
-        verb = CollectiveRPC(method=method, timeout=timeout, args=list(args), kwargs=kwargs or {})
+        called = {"method": method} if isinstance(method, str) else {"function": _pickled(method)}
+        verb = CollectiveRPC(**called, timeout=timeout, args=list(args), kwargs=kwargs or {})
         return [value for values in self._ask(verb, timeout=timeout or TIMEOUT_S) for value in values]
+
+    def apply_model(self, func: Callable[[nn.Module], Any]) -> list[Any]:
+        """Calls a function with the model of each worker of each vLLM stage: `collective_rpc` with a function."""
+        return self.collective_rpc(methodcaller("apply_model", func))
 
     # Weights.
 
@@ -336,7 +366,7 @@ class PipelineOperations:
             inside = path
             if own != model and own.is_relative_to(model):
                 inside = str(Path(path, own.relative_to(model)))
-            if Path(inside).is_dir() or inside == path:
+            if inside == path or os.path.isdir(inside):  # `Path.is_dir` raises for a name that is too long.
                 paths[stage_id] = inside
             elif stage is not None:
                 paths[stage_id] = path
@@ -350,7 +380,13 @@ class PipelineOperations:
             self._ask(verb(weights_path=path), ids)
 
     def update_weight_version(self, new_version: str, stage: str | int | None = None) -> None:
-        """Calls the weights of a stage, or of all, by another version."""
+        """Calls the weights of a stage, or of all, by another version.
+
+        Raises:
+            InvalidControlError: It is empty.
+        """
+        if not new_version:
+            raise InvalidControlError("new_version is empty")
         self._ask(UpdateWeightVersion(new_version=new_version), self._weight_stages(stage))
 
     def get_weight_version(self, stage: str | int | None = None) -> str:
@@ -370,10 +406,15 @@ class PipelineOperations:
         orchestrator, stages = self._pipeline.orchestrator, self._pipeline.config.stages
         return {stages[i].name: orchestrator.weight_version(i) for i in self._weight_stages(stage)}
 
-    def get_world_size(self, stage: str | int | None = None) -> int:
-        """How many workers have weights of a stage, or of all: replicas, and devices of each."""
+    def get_world_size(self, include_dp: bool = True, stage: str | int | None = None) -> int:
+        """How many workers have weights of a stage, or of all: devices of each replica.
+
+        Args:
+            include_dp: Count all replicas; else one of each stage.
+        """
         config = self._pipeline.config
-        return sum(len(config.replicas[i]) * world_size(config.stages[i]) for i in self._weight_stages(stage))
+        num_replicas = {i: len(config.replicas[i]) if include_dp else 1 for i in self._weight_stages(stage)}
+        return sum(num * world_size(config.stages[i]) for i, num in num_replicas.items())
 
     def _weight_stages(self, stage: str | int | None) -> list[int]:
         """The stages of which weights can change: the one of this name or number, or all."""
@@ -407,11 +448,24 @@ class PipelineOperations:
             raise InvalidControlError(f"{verb.__name__}: no stage knows it: {kinds}")
 
     def _ask(self, verb: AnyVerb, stage_ids: Sequence[int] | None = None, timeout: float = TIMEOUT_S) -> list[Any]:
-        """What each replica returns. `stage_ids`: default: of the stages that know the verb."""
+        """What each replica returns. `stage_ids`: default: of the stages that know the verb.
+
+        Raises:
+            InvalidControlError: An argument has the wrong type, or cannot be sent.
+        """
+        verb = _as_sent(verb)
         if stage_ids is None:
             self._check_any(type(verb))
             stage_ids = [stage.stage_id for stage in self._pipeline.config.stage_args if type(verb) in stage.kind.verbs]
         return self._pipeline.orchestrator.control(verb, stage_ids, timeout).result()
+
+
+def _as_sent(verb: AnyVerb) -> AnyVerb:
+    """A verb as stages read it."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(verb), type=type(verb))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidControlError(f"{type(verb).__name__}: {error}") from error
 
 
 def _field(request: Any, name: str) -> Any:
@@ -427,6 +481,19 @@ def _weights_path(info: Any) -> str:
         case {"weights_path": str(path), **others} if not others:
             return path
     raise InvalidControlError(f'update_info is {{"weights_path": FOLDER}}, with a folder of safetensors; not {info!r}')
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    from vllm import envs
+
+    if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise InvalidControlError(
+            "CollectiveRPC: a function is sent to the stages as code; set VLLM_ALLOW_INSECURE_SERIALIZATION=1 before "
+            "the pipeline is opened"
+        )
+    import cloudpickle
+
+    return cloudpickle.dumps(function)
 
 
 class _Operated(Protocol):
@@ -481,12 +548,14 @@ class BlockingOperations:
     start_profile = _blocking(PipelineOperations.start_profile)
     stop_profile = _blocking(PipelineOperations.stop_profile)
     collective_rpc = _blocking(PipelineOperations.collective_rpc)
+    apply_model = _blocking(PipelineOperations.apply_model)
     init_weight_transfer_engine = _blocking(PipelineOperations.init_weight_transfer_engine)
     start_weight_update = _blocking(PipelineOperations.start_weight_update)
     update_weights = _blocking(PipelineOperations.update_weights)
     finish_weight_update = _blocking(PipelineOperations.finish_weight_update)
     update_weight_version = _blocking(PipelineOperations.update_weight_version)
     get_weight_version = _blocking(PipelineOperations.get_weight_version)
+    get_world_size = _blocking(PipelineOperations.get_world_size)
 
 
 class AsyncOperations:

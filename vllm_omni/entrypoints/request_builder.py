@@ -5,8 +5,10 @@ Rendering, tokenizing and multimodal preprocessing happen here, in the caller's 
 processor; the first stage receives a request that is ready for its engine. Wrong input is refused here.
 """
 
+import copy
 import dataclasses
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
@@ -17,10 +19,12 @@ import msgspec
 import torch
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.input_images import read_images
 from vllm_omni.engine.engine_args import message_of
 from vllm_omni.engine.input_processor import OmniInputProcessor, describe_refusal
 from vllm_omni.engine.text_decoder import TextDecoder
@@ -61,6 +65,10 @@ _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_
 
 MAX_SOUND_S = 3600.0
 """Of a sound that is given to a stage."""
+MAX_PIXELS = 64 << 20
+"""Of an image that is given to a stage."""
+_MEDIA = ("audio", "image")
+"""What stages accept in `multi_modal_data`."""
 
 _PARAMS = (SamplingParams, DiffusionSamplingParams, Mapping)
 StageSamplingParams = SamplingParams | DiffusionSamplingParams | Mapping[str, Any] | None
@@ -102,6 +110,8 @@ class RequestBuilder:
             for stage in config.stage_args
             if stage.kind.params == "sampling"
         }
+        # A GPU's sampler has a kernel call for each request with a seed.
+        self._draws_seeds = current_platform.is_cpu() and config.runtime.restart.max_restarts > 0
 
     def build(
         self,
@@ -145,7 +155,7 @@ class RequestBuilder:
             with self.lock:
                 prompt = self._with_rendered_chat(_as_prompt(prompt))
                 stages, final_stages = self._build(
-                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}, text
+                    internal_id, prompt, sampling_params_list, lora_request, request_fields or {}, text, streams
                 )
                 decoders = self._make_decoders(stages, final_stages)
             self._set_priority(stages, priority)
@@ -256,12 +266,15 @@ class RequestBuilder:
         lora_request: LoRARequest | None,
         request_fields: Mapping[str, Any],
         text: TextInput | None,
+        streams: bool,
     ) -> tuple[dict[int, StageRequest], list[int]]:
         """The request of each stage, and the final stages."""
         start = self._named_stage(prompt)
         modalities = self._check_modalities(prompt.get("modalities"), start)
         given = self._params_by_stage(sampling_params_list)
         params = self._sampling_params(given)
+        if streams and self._draws_seeds:
+            params = {stage_id: _seeded(each) for stage_id, each in params.items()}
         stage_ids = self._config.stages_for(modalities, None if start is None else start.stage_id)
         diffusion = self._diffusion_requests(prompt, given, stage_ids, lora_request)
         if text is None:
@@ -338,18 +351,19 @@ class RequestBuilder:
 
     def _named_stage(self, prompt: OmniPrompt) -> OmniStageConfig | None:
         """The stage at which a request begins that names one. Any other begins at all first stages (None); where each
-        of those accepts something, and one of them audio, at the one that accepts what it has."""
+        of those accepts something, and one of them audio or an image, at the one that accepts what it has."""
         name = prompt.get("stage")
         if name is None:
             first = {stage.accepts: stage for stage in self._config.stage_args if not stage.engine_input_source}
-            if None in first or "audio" not in first:
+            media = [kind for kind in _MEDIA if kind in first]
+            if None in first or not media:
                 return None
-            has_sound = "audio" in (prompt.get("multi_modal_data") or {})
-            return first.get("audio" if has_sound else "text")
+            given = prompt.get("multi_modal_data") or {}
+            return first.get(next((kind for kind in media if kind in given), "text"), first[media[0]])
         accepting = {stage.name: stage for stage in self._config.stage_args if stage.accepts is not None}
         if name not in accepting:
             known = f"it has {', '.join(accepting)}" if accepting else "it has none"
-            raise ValueError(f"this pipeline has no stage {name!r} that accepts text or audio of a caller ({known})")
+            raise ValueError(f"this pipeline has no stage {name!r} that accepts input of a caller ({known})")
         return accepting[name]
 
     def _with_rendered_chat(self, prompt: OmniPrompt) -> OmniPrompt:
@@ -491,9 +505,17 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
     if stage.accepts == "text":
         text = read_text(prompt.get("prompt"), "prompt")
         given.completions = [Completion(text=text, finish_reason="stop")]
+        return given
+    media = prompt.get("multi_modal_data") or {}
+    if stage.accepts == "audio":
+        given.tensors = {"audio": read_sound(media.get("audio"), "audio", SOUND_RATE, MAX_SOUND_S)}
     else:
-        sound = (prompt.get("multi_modal_data") or {}).get("audio")
-        given.tensors = {"audio": read_sound(sound, "audio", SOUND_RATE, MAX_SOUND_S)}
+        images = read_images({"image": media.get("image")}, MAX_PIXELS)
+        if len(images) != 1:
+            raise ValueError(
+                f"stage {stage.name!r} takes one image, not {len(images)}: multi_modal_data={{'image': picture}}"
+            )
+        given.tensors = {"image": images[0]}
     return given
 
 
@@ -549,6 +571,16 @@ def _check_messages(messages: Sequence[Any]) -> None:
         for part in () if content is None or isinstance(content, str) else content:
             if not isinstance(part, (str, Mapping)):
                 raise TypeError(f"{where}.content: a part is a string or a dict with a type, not {type(part).__name__}")
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """The parameters with a seed, so that a stream can be made again if a process dies."""
+    if params.temperature == 0 or params.seed is not None:
+        return params
+    seeded = copy.copy(params)
+    seeded.seed = secrets.randbits(62)
+    vars(seeded).pop("sampling_type", None)  # which vLLM keeps
+    return seeded
 
 
 def _as_sampling_params(

@@ -20,7 +20,7 @@ from vllm_omni.config.overrides import merge, overridden_keys, override_stage, w
 from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, find_stage
 from vllm_omni.config.utils import find_stage_configs, is_shipped, nearest
-from vllm_omni.diffusion.pipeline_info import PipelineInfo, is_diffusers_model, load_model_index
+from vllm_omni.diffusion.pipeline_info import is_diffusers_model, load_model_index
 from vllm_omni.engine.hf_override import load_hf_config
 from vllm_omni.engine.hub import check_on_hub
 from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
@@ -219,8 +219,10 @@ def _transformers_stage(
 
 def _diffusion_stage(args: OmniArgs) -> OmniStageConfig:
     """The output type follows from the pipeline's class."""
+    from vllm_omni.diffusion.modular_info import read_pipeline_info  # imports diffusers
+
     settings = {name: value for name, value in args.engine_args.items() if name in DIT_SETTINGS}
-    info = PipelineInfo.load(args.model, parse_dit_config(settings, args.model))
+    info = read_pipeline_info(args.model, parse_dit_config(settings, args.model))
     return OmniStageConfig(
         stage_id=0,
         engine_type="DiT",

@@ -63,6 +63,25 @@ class DiffusersPipelineExecutor:
 
         return use
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its weights are not where they are computed with."""
+        return self._worker.sleep_level > 0
+
+    def sleep(self, level: int) -> None:
+        """Gives the memory of the weights back, while no job runs. 1: they move to the host. 2: they are dropped."""
+        self.forget_prompts()
+        self._worker.sleep(level)
+
+    def wake_up(self) -> bool:
+        """Takes the memory again. Returns whether the weights are there; else `load_beside` has to load them."""
+        return self._worker.wake_up()
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """The bytes of the pipeline's weights that are in host memory."""
+        return self._runner.host_weight_bytes
+
     def close(self) -> None:
         """Ends other processes of the denoiser."""
         self._worker.close()

@@ -9,7 +9,7 @@ from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES, DIT_SETTINGS, DiTCon
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.control import WEIGHT_VERBS, AddLoRA, ResetEncoderCache
+from vllm_omni.control import WEIGHT_VERBS, AddLoRA, ResetEncoderCache, Sleep, WakeUp
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Diffusion(StageKind):
     takes_settings = True
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
-    verbs = StageKind.verbs | WEIGHT_VERBS | {AddLoRA, ResetEncoderCache}
+    verbs = StageKind.verbs | WEIGHT_VERBS | {AddLoRA, ResetEncoderCache, Sleep, WakeUp}
     checkpoint_is = "a diffusers pipeline"
     checkpoint_file = "model_index.json"
 
@@ -44,6 +44,15 @@ class Diffusion(StageKind):
 
     def check(self) -> None:
         self.check_output_type()
+
+    def sleep_problem(self, level: int, keeps_requests: bool) -> str | None:
+        from vllm.platforms import current_platform
+
+        if self.settings.world_size > 1 or self.settings.offload:
+            return "its weights are offloaded, or on several devices; use level 0"
+        if level == 1 and current_platform.is_cpu():
+            return "its weights are on the host already; use level 2, which loads them again, or level 0"
+        return "the requests that are kept need it; use the mode abort or wait" if keeps_requests else None
 
     def needs_input_processor(self, sources: Sequence[OmniStageConfig]) -> bool:
         return bool(sources) and not any(isinstance(source.kind, PromptEncoder) for source in sources)
@@ -85,9 +94,9 @@ class Diffusion(StageKind):
         return DiffusionInputProcessor(self.stage, self.stage.checkpoint(model))
 
     def load_pipeline_info(self, model: str) -> "PipelineInfo":
-        from vllm_omni.diffusion.pipeline_info import PipelineInfo
+        from vllm_omni.diffusion.modular_info import read_pipeline_info  # imports diffusers
 
-        return PipelineInfo.load(self.stage.checkpoint(model), self.settings)
+        return read_pipeline_info(self.stage.checkpoint(model), self.settings)
 
     def make_engine(
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False

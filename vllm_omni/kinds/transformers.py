@@ -31,11 +31,14 @@ class Transformers(StageKind):
 
     @classmethod
     def of(cls, name: str, stage: OmniStageConfig) -> StageKind:
-        return (TranscribingTransformers if stage.accepts == "audio" else cls)(name, stage)
+        if stage.accepts == "audio":
+            hearing = SpeechToSpeechTransformers if stage.final_output_type == "audio" else TranscribingTransformers
+            return hearing(name, stage)
+        return cls(name, stage)
 
     @property
     def accepts_input(self) -> bool:
-        return len(self.stage.engine_input_source) <= 1
+        return self.stage.accepts != "image" and len(self.stage.engine_input_source) <= 1
 
     @cached_property
     def settings(self) -> "TransformersSettings":
@@ -52,7 +55,7 @@ class Transformers(StageKind):
         if self.stage.final_output_type not in (None, self.makes):
             raise StageConfigError(
                 f"{self.stage.label}: final_output_type: this stage makes {self.makes}; a transformers stage makes "
-                "audio of a text, or, with accepts: audio, text of a sound"
+                "audio of a text, or, with accepts: audio, text or audio of a sound"
             )
 
     def known_arguments(self) -> set[str]:
@@ -147,3 +150,19 @@ class TranscribingTransformers(Transformers):
         from vllm_omni.model_executor.transcription_model import open_transcription_model
 
         return open_transcription_model(model, self.settings, hf_config)
+
+
+class SpeechToSpeechTransformers(Transformers):
+    """`transformers` with `accepts: audio` and an output of audio: speaks in another language what a sound says."""
+
+    checkpoint_is = "a model of transformers that hears and speaks"
+    speaks_replies = False
+
+    @property
+    def accepts_input(self) -> bool:
+        return not self.stage.engine_input_source
+
+    def open_with(self, model: str, hf_config: Any) -> "SpeechModel":
+        from vllm_omni.model_executor.speech_model import open_speech_model
+
+        return open_speech_model(model, self.settings, hf_config, hears=True)

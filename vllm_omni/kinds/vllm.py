@@ -65,6 +65,11 @@ class _VllmStage(StageKind):
     def check(self) -> None:
         self.check_output_type()
 
+    def sleep_problem(self, level: int, keeps_requests: bool) -> str | None:
+        if not self.stage.engine_args.get("enable_sleep_mode"):
+            return "set enable_sleep_mode: true, which needs a GPU, or use level 0"
+        return "vLLM would not load its weights again; use level 1" if level == 2 else None
+
     def needs_input_processor(self, sources: Sequence[OmniStageConfig]) -> bool:
         return bool(sources)
 

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.metrics.logs import get_logger
-from vllm_omni.metrics.stats import COMPLETED, CacheCounts, MetricFamily, StageHealth, StageMetrics, StageStats
+from vllm_omni.metrics.stats import (
+    COMPLETED,
+    CacheCounts,
+    MetricFamily,
+    SpeculationCounts,
+    StageHealth,
+    StageMetrics,
+    StageStats,
+)
 
 logger = get_logger(__name__)
 
@@ -123,6 +131,9 @@ class PipelineObserver:
     def watch_pause(self, read: Callable[[], bool]) -> None:
         """`read` tells whether generation is paused; of any thread. Called once, at most."""
 
+    def watch_speculations(self, counts: SpeculationCounts) -> None:
+        """The pipeline is served; `counts` go on changing. Called once, at most."""
+
     def close(self) -> None:
         """The pipeline is closed. This is the last call."""
 
@@ -148,6 +159,9 @@ class CompositeObserver(PipelineObserver):
 
     def engine_metrics(self, stage_id: int, replica: int, families: list[MetricFamily]) -> None:
         self._call("engine_metrics", stage_id, replica, families)
+
+    def watch_speculations(self, counts: SpeculationCounts) -> None:
+        self._call("watch_speculations", counts)
 
     def close(self) -> None:
         self._call("close")

@@ -26,6 +26,7 @@ from vllm_omni.metrics.stats import (
     CacheCounts,
     EdgeStats,
     MetricFamily,
+    SpeculationCounts,
     StageHealth,
     StageState,
     StageStats,
@@ -68,6 +69,11 @@ EDGE_COUNTERS: dict[str, tuple[str, Callable[[EdgeStats], float]]] = {
     "edge_bytes": ("Bytes received from the source.", lambda e: e.num_bytes),
     "edge_seconds": ("Time from sending to receipt, summed over payloads.", lambda e: e.seconds),
     "edge_windows": ("Windows of the source's output passed to the stage.", lambda e: e.num_windows),
+}
+SPECULATION_COUNTERS: dict[str, tuple[str, Callable[[SpeculationCounts], float]]] = {
+    "realtime_speculative_responses_started": ("Realtime answers begun at a pause of the user.", lambda c: c.started),
+    "realtime_speculative_responses_promoted": ("Those whose turn had ended, which were sent.", lambda c: c.promoted),
+    "realtime_speculative_responses_wasted_tokens": ("Tokens of the texts of the others.", lambda c: c.wasted_tokens),
 }
 # By name: help, bounds, and the value of a completed request, None if it has none.
 REQUEST_HISTOGRAMS: dict[str, tuple[str, Sequence[float], Callable[[RequestSummary], float | None]]] = {
@@ -114,6 +120,7 @@ class PrometheusObserver(PipelineObserver):
         health: Reads the state of each replica.
         media_cache: Reads the counts of the caller's cache.
         is_paused: Whether generation is paused.
+        speculations: The counts of realtime sessions.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -125,6 +132,7 @@ class PrometheusObserver(PipelineObserver):
         self.health: Callable[[], Sequence[StageHealth]] = tuple
         self.media_cache: Callable[[], CacheCounts] = CacheCounts
         self.is_paused: Callable[[], bool] = bool
+        self.speculations = SpeculationCounts()
         _collector.add(self)
 
     def watch_health(self, read: Callable[[], Sequence[StageHealth]]) -> None:
@@ -132,6 +140,9 @@ class PrometheusObserver(PipelineObserver):
 
     def watch_pause(self, read: Callable[[], bool]) -> None:
         self.is_paused = read
+
+    def watch_speculations(self, counts: SpeculationCounts) -> None:
+        self.speculations = counts
 
     def watch_media_cache(self, read: Callable[[], CacheCounts]) -> None:
         self.media_cache = read
@@ -199,6 +210,7 @@ def _families(pipelines: _Pipelines) -> Iterator[Metric]:
     yield from _edge_families(stages)
     yield from _request_families(pipelines)
     yield from _media_cache_families(pipelines)
+    yield from _speculation_families(pipelines)
     yield from _engine_families(pipelines)
 
 
@@ -282,6 +294,14 @@ def _media_cache_families(pipelines: _Pipelines) -> Iterator[Metric]:
         family = CounterMetricFamily(f"{PREFIX}mm_{name}", f"Media: {description.lower()}", labels=["pipeline"])
         for number, pipeline in pipelines:
             family.add_metric([number], value_of(pipeline.media_cache()))
+        yield family
+
+
+def _speculation_families(pipelines: _Pipelines) -> Iterator[Metric]:
+    for name, (description, value_of) in SPECULATION_COUNTERS.items():
+        family = CounterMetricFamily(PREFIX + name, description, labels=["pipeline"])
+        for number, pipeline in pipelines:
+            family.add_metric([number], value_of(pipeline.speculations))
         yield family
 
 

@@ -49,6 +49,21 @@ class StageMetrics(msgspec.Struct, kw_only=True):
         return self.finished - self.arrival
 
 
+@dataclass
+class SpeculationCounts:
+    """Answers of realtime sessions that were begun at a pause, before the user's turn had ended.
+
+    Attributes:
+        started: All.
+        promoted: Those whose turn had ended, and that were sent.
+        wasted_tokens: Of the texts of the others.
+    """
+
+    started: int = 0
+    promoted: int = 0
+    wasted_tokens: int = 0
+
+
 class StageState(Enum):
     STARTING = "starting"
     """The process loads the model."""

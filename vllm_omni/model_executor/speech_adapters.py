@@ -127,17 +127,22 @@ class Dia(SpeechModel):
 
 
 class SeamlessM4T(SpeechModel):
-    """The text has a language of its own, and its speech may have another."""
+    """The text has a language of its own, and its speech may have another. That of a sound it finds itself."""
 
+    hearing_classes = tuple(
+        f"SeamlessM4T{own}" for own in ("Model", "v2Model", "ForSpeechToSpeech", "v2ForSpeechToSpeech")
+    )
     generation_parameters = ("do_sample", "temperature", "top_k", "top_p")
     limits_tokens = False
 
     @cached_property
     def parameters(self) -> type[msgspec.Struct]:
-        own = [("source_language", str, self.languages[0])] if self.languages else []
+        own = [("source_language", str, self.languages[0])] if self.languages and not self.hears else []
         return msgspec.defstruct("SpeechParameters", own, bases=(super().parameters,), frozen=True)
 
-    def encode(self, texts: Sequence[str], parameters: Any) -> Mapping[str, Any]:
+    def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
+        if self.hears:
+            return self.processor(audio=list(texts), sampling_rate=self.input_rate, return_tensors="pt")
         language = getattr(parameters, "source_language", None)
         return self.processor(text=list(texts), src_lang=language, return_tensors="pt", padding=True)
 

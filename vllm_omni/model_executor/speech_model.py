@@ -75,14 +75,17 @@ def is_speech_checkpoint(model: str, engine_args: Mapping[str, Any]) -> bool:
         return False
 
 
-def open_speech_model(model: str, settings: TransformersSettings, hf_config: PretrainedConfig) -> "SpeechModel":
+def open_speech_model(
+    model: str, settings: TransformersSettings, hf_config: PretrainedConfig, *, hears: bool = False
+) -> "SpeechModel":
     """The model, without weights.
 
     Args:
         model: A folder, or a name on the hub.
+        hears: It makes sound of sounds.
 
     Raises:
-        StageConfigError: Its class makes no sound of a text.
+        StageConfigError: Its class makes no sound of a text, or of a sound.
     """
     name = find_speech_class(hf_config)
     if name is None:
@@ -92,8 +95,12 @@ def open_speech_model(model: str, settings: TransformersSettings, hf_config: Pre
             f"{transformers.__version__}\n{find_models().describe()}"
         )
     adapter = find_models().speech_adapters.get(name)
-    model_type = SpeechModel if adapter is None else pkgutil.resolve_name(adapter)
-    return model_type(model, settings, hf_config, getattr(transformers, name))
+    model_type: type[SpeechModel] = SpeechModel if adapter is None else pkgutil.resolve_name(adapter)
+    if hears and name not in model_type.hearing_classes:
+        raise StageConfigError(f"{model}: {name} makes sound of a text, and the input of this stage is a sound")
+    opened = model_type(model, settings, hf_config, getattr(transformers, name))
+    opened.hears = hears
+    return opened
 
 
 class SpeechModel(TransformersModel):
@@ -106,12 +113,16 @@ class SpeechModel(TransformersModel):
         speaks: The text is spoken: a long one may be cut into sentences.
         generation_parameters: What a request may set of the generation configuration.
         limits_tokens: A request may set `max_new_tokens`.
+        hearing_classes: Classes of transformers that also make sound of a sound.
+        hears: This model does: in the place of texts it has sounds, float32 `[samples]`.
         processor, vocoder: Of a loaded model; no vocoder where the class makes waveforms.
     """
 
     speaks: ClassVar[bool] = True
     generation_parameters: ClassVar[Sequence[str]] = tuple(_GENERATION_PARAMETERS)
     limits_tokens: ClassVar[bool] = True
+    hearing_classes: ClassVar[Sequence[str]] = ()
+    hears: bool = False
 
     processor: Any
     vocoder: Any
@@ -243,15 +254,16 @@ class SpeechModel(TransformersModel):
             number = len(self.tokenizer(self.prepare_text(text))["input_ids"])
         return 0 if number <= self._num_marks else number
 
-    def compute(self, texts: Sequence[str], parameters: Any) -> list[torch.Tensor]:
-        """The sounds of texts with the same parameters, computed together.
+    def compute(self, texts: Sequence[Any], parameters: Any) -> list[torch.Tensor]:
+        """The sounds of texts, or of sounds, with the same parameters, computed together.
 
         Returns:
             float32 `[samples]`, or `[channels, samples]`, of each text.
         """
         torch.manual_seed(parameters.seed)
         with self._lock:
-            inputs = self.encode([self.prepare_text(text) for text in texts], parameters)
+            prepared = texts if self.hears else [self.prepare_text(text) for text in texts]
+            inputs = self.encode(prepared, parameters)
         inputs = to_device(inputs, self.module.device)
         options = self.options(parameters, len(texts))
         with torch.inference_mode():
@@ -266,7 +278,12 @@ class SpeechModel(TransformersModel):
         """The text as the model reads it."""
         return text
 
-    def encode(self, texts: Sequence[str], parameters: Any) -> Mapping[str, Any]:
+    @property
+    def input_rate(self) -> int:
+        """Samples per second of the sounds that it hears."""
+        return self.processor.feature_extractor.sampling_rate
+
+    def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
         """The model's inputs."""
         return self.processor(text=list(texts), return_tensors="pt", padding=len(texts) > 1)
 

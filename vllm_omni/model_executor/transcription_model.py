@@ -34,7 +34,7 @@ _TRANSDUCERS = {
 _SPEAKING = frozenset(modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES.values())
 _MAX_TOKENS = 448
 """Of a text, of a model that declares no limit."""
-_MIN_S = 0.1
+MIN_SOUND_S = 0.1
 """A shorter sound has no words; the convolutions of some models do not take it."""
 
 
@@ -158,7 +158,7 @@ class TranscriptionModel(TransformersModel):
 
     def is_long_enough(self, sound: np.ndarray) -> bool:
         """Whether a sound may have words."""
-        return len(sound) >= _MIN_S * self.sample_rate
+        return len(sound) >= MIN_SOUND_S * self.sample_rate
 
     def frame_seconds(self, seconds: float, num_frames: int) -> float:
         """The length of a frame of the encoder.

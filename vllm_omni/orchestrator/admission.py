@@ -67,6 +67,12 @@ class Admission:
                     self._retry_after(),
                 )
 
+    def would_wait(self, num_coming: int = 0) -> bool:
+        """Whether a request would not start at once, after `num_coming` sequences of further requests."""
+        with self._changed:
+            num_inflight = sum(self._open.values()) + num_coming
+            return bool(self._waiting) or num_inflight >= self._limit - self._max_queued
+
     def peek(self, can_start: Callable[[PipelineRequest], bool] = lambda request: True) -> PipelineRequest | None:
         """The next request, of those that can start."""
         with self._changed:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_omni.control import AnyVerb, CommitWeights, DropWeights, Freeze, Thaw, UpdateWeightVersion
+from vllm_omni.control import AnyVerb, CommitWeights, DropWeights, Freeze, Sleep, Thaw, UpdateWeightVersion, WakeUp
 from vllm_omni.distributed.messages import ControlMessage, ControlResult
 from vllm_omni.errors import ControlError, InvalidControlError, PipelineClosedError
 from vllm_omni.launch.spec_factory import StageWeights
@@ -41,7 +41,7 @@ class _Call:
 class ControlCalls:
     """Sends verbs to replicas, one verb after the other, and gathers their answers.
 
-    A replica that dies fails the verb that it was told. One that starts while the pipeline is frozen is frozen, too.
+    A replica that dies fails the verb that it was told. One that starts while the pipeline is frozen or asleep is, too.
 
     Attributes:
         is_frozen: The last of `Freeze` and `Thaw` was `Freeze`.
@@ -66,6 +66,7 @@ class ControlCalls:
         self._number = 0
         self._calls: deque[_Call] = deque()  # the first one runs
         self.is_frozen = False
+        self._asleep: dict[int, Sleep] = {}  # how, by stage id
 
     @property
     def due(self) -> float:
@@ -91,7 +92,11 @@ class ControlCalls:
             self._number = next(self._numbers)
             if isinstance(call.verb, Freeze | Thaw):  # A replica that restarts follows when it is ready.
                 self.is_frozen = isinstance(call.verb, Freeze)
-            if isinstance(call.verb, Freeze | Thaw | DropWeights):
+            if isinstance(call.verb, Sleep | WakeUp):
+                self._asleep = {}
+            if isinstance(call.verb, Sleep):
+                self._asleep = {stage.stage_id: call.verb for stage in call.stages}
+            if isinstance(call.verb, Freeze | Thaw | DropWeights | WakeUp):
                 call.stages = [stage for stage in call.stages if stage.does_verbs]
             down = next((stage for stage in call.stages if not stage.does_verbs), None)
             if down is not None:
@@ -147,6 +152,8 @@ class ControlCalls:
     def on_stage_up(self, stage: StageHandle) -> None:
         if self.is_frozen:
             stage.send(ControlMessage(number=0, verb=Freeze()))
+        if stage.stage_id in self._asleep:
+            stage.send(ControlMessage(number=0, verb=self._asleep[stage.stage_id]))
 
     def on_timer(self, now: float) -> None:
         if self._calls and self._calls[0].deadline <= now:

@@ -57,7 +57,7 @@ from vllm_omni.launch.spec_factory import Site, SpecFactory, StageWeights
 from vllm_omni.launch.stage_handle import OmniStage, StageHandle
 from vllm_omni.launch.supervisor import Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
-from vllm_omni.metrics.stats import StageHealth, StageState, StageStats
+from vllm_omni.metrics.stats import SpeculationCounts, StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.control_calls import ControlCalls
 from vllm_omni.orchestrator.request import PipelineRequest
@@ -179,6 +179,16 @@ class Orchestrator:
         self.check_process()
         self._admission.check_room(num_coming, num_sequences)
 
+    def would_wait(self, num_coming: int = 0) -> bool:
+        """Whether a request would not start at once, or requests wait in a stage. `num_coming` as of `check_room`."""
+        if self.is_paused or self._admission.would_wait(num_coming):
+            return True
+        return any(stats.queue_depth for stats in self.stats())
+
+    def watch_speculations(self, counts: SpeculationCounts) -> None:
+        """Shows the counts of realtime sessions in its metrics."""
+        self._observer.watch_speculations(counts)
+
     def release(self, request_id: str) -> None:
         """Makes room for another request. Called when the caller has received a request's last event."""
         if not self._is_forked:
@@ -205,6 +215,11 @@ class Orchestrator:
     def model(self) -> str:
         """The checkpoint of the pipeline."""
         return self._specs.model
+
+    @property
+    def log_stats(self) -> bool:
+        """Whether observers get the metrics of the stages' engines."""
+        return self._specs.log_stats
 
     def weight_version(self, stage_id: int) -> str:
         """The version of the weights that the stage has to have."""

@@ -31,6 +31,11 @@ class ReplicaSet:
         """Whether all of them wait for an update of their weights."""
         return all(stage.state is StageState.OUTDATED for stage in self.stages)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether none of them works, or will soon."""
+        return all(stage.state is StageState.DEAD for stage in self.stages)
+
     def take_new_requests(self, excluded: Collection[int] = ()) -> bool:
         """Whether one of them accepts more requests; those with these instance ids do not."""
         return any(not stage.credit.is_spent for stage in self.stages if stage.instance_id not in excluded)

@@ -86,8 +86,9 @@ class RequestRecord:
         pending: Stages that have not answered.
         unsubmitted: Stages to which it was not submitted yet, because they are restarting.
         request_id: Its id in stages and in messages.
-        is_retry: A process died with it, and it was started again.
-        lost_in: Where it was lost then.
+        num_retries: How often it was started again, because a process had died with it.
+        is_isolated: This time it is alone in the process where it was lost.
+        lost_in: Where it was lost last.
         sent_input: Of `PipelineRequest.more_input`, what was sent.
     """
 
@@ -98,7 +99,8 @@ class RequestRecord:
         self.pending = set(request.stages)
         self.unsubmitted = set(request.stages)
         self.request_id = request.request_id
-        self.is_retry = False
+        self.num_retries = 0
+        self.is_isolated = False
         self.lost_in: StageHandle | None = None
         self.sent_input: list[tuple[int, StageInput, bool]] = []
         self._config = config
@@ -115,7 +117,12 @@ class RequestRecord:
     def can_repeat(self) -> bool:
         """Whether it may start again: the caller has no part of the output yet, or the output will be the same, since
         no stage draws tokens without a seed."""
-        return self._num_events == 0 or not any(map(self._draws, self.request.stages.items()))
+        return not self.has_begun or not any(map(self._draws, self.request.stages.items()))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the caller has a part of the output."""
+        return self._num_events > 0
 
     def _draws(self, stage: tuple[int, StageRequest]) -> bool:
         stage_id, params = stage[0], stage[1].sampling_params
@@ -131,13 +138,13 @@ class RequestRecord:
         """
         request = self.request
         retry = RequestRecord(request, 0, self._config)
-        retry.is_retry, retry.lost_in = True, stage
+        retry.num_retries, retry.lost_in = self.num_retries + 1, stage
         if request.streams:
             retry._num_events, retry._sent, retry._pieces = self._num_events, self._sent, self._pieces
             retry._first, retry._audio_seconds, retry._num_images = self._first, self._audio_seconds, self._num_images
             for sent in self._sent.values():
                 sent.restart()
-        retry.request_id = f"{request.request_id}.retry"
+        retry.request_id = f"{request.request_id}.retry{retry.num_retries}"
         for stage_request in request.stages.values():
             stage_request.request_id = retry.request_id
         request.more_input.extendleft(reversed(self.sent_input))

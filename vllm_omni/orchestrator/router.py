@@ -77,6 +77,8 @@ class RequestRouter:
         self._records: dict[str, RequestRecord] = {}
         self._retried: dict[str, str] = {}  # ids in stages, by id
         self._isolated_retries: list[IsolatedRetry] = []
+        self._resumed: list[RequestRecord] = []  # streams that were lost
+        self._without_node: set[int] = set()  # instances whose next process waits for one
         self.is_paused = False
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
@@ -103,6 +105,10 @@ class RequestRouter:
 
     def admit(self) -> None:
         """Starts waiting requests in order, as long as there is room; first those that are tried again."""
+        resumed, self._resumed = self._resumed, []
+        for record in resumed:
+            if record.request_id in self._records:
+                self._submit(record, {})
         for isolated in list(self._isolated_retries):
             self._continue(isolated)
         while not self.is_paused and len(self._records) < self._config.runtime.max_inflight:
@@ -181,7 +187,7 @@ class RequestRouter:
     def _submit_to(self, stage: StageHandle, record: RequestRecord) -> None:
         """Submits a request to the stage, now or when it has restarted."""
         request = record.request
-        if stage.state is StageState.DEAD:
+        if stage.state is StageState.DEAD or (record.num_retries and stage.instance_id in self._without_node):
             self._fail_dead(record, stage)
         elif stage.is_up:
             record.unsubmitted.discard(stage.stage_id)
@@ -322,11 +328,16 @@ class RequestRouter:
 
     def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
+        self._without_node.add(stage.instance_id)
         for isolated in self._isolated_retries:
             if stage.instance_id == isolated.instance_id:
                 for record in isolated.waiting:
                     if record.request_id in self._records:
                         self._fail_dead(record, stage)
+        for record in list(self._records.values()):
+            is_there = record.instances.get(stage.stage_id) == stage.instance_id
+            if record.num_retries and is_there and stage.stage_id in record.unsubmitted:
+                self._fail_dead(record, stage)
 
     def on_stage_outdated(self, stage: StageHandle) -> None:
         """Nobody knows when the weights of its process are updated: what it should work on fails."""
@@ -337,6 +348,7 @@ class RequestRouter:
 
     def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
+        self._without_node.discard(stage.instance_id)
         for neighbour in self._neighbours(stage):
             if neighbour.is_up:
                 stage.send(neighbour.peer_up(stage.node))
@@ -368,10 +380,20 @@ class RequestRouter:
         isolated = self._isolated_retry(stage)
         if isolated is not None and isolated.running is record and record.is_working(stage.stage_id):
             self._fail_crashed(record, stage)
-        elif record.is_retry or not record.can_repeat or stage.state is StageState.DEAD:
+        elif record.is_isolated or not record.can_repeat:
+            self._fail_dead(record, stage)
+        elif record.has_begun and not record.num_retries and not self._replicas[stage.stage_id].is_dead:
+            self._resume(record, stage)
+        elif stage.state is StageState.DEAD:
             self._fail_dead(record, stage)
         else:
             self._retry_isolated(record, stage)
+
+    def _resume(self, record: RequestRecord, stage: StageHandle) -> None:
+        """Starts a stream again at once, beside others, so that its listener may hear no gap: what has made some output
+        is seldom what kills a process."""
+        self._resumed.append(self._make_retry(record, stage))
+        logger.warning("request %s: %s died; its stream is made again", record.request.external_id, stage.label)
 
     def _isolated_retry(self, stage: StageHandle) -> IsolatedRetry | None:
         return next((each for each in self._isolated_retries if each.instance_id == stage.instance_id), None)
@@ -387,12 +409,17 @@ class RequestRouter:
         if isolated is None:
             isolated = IsolatedRetry(stage.instance_id, stage.stage_id)
             self._isolated_retries.append(isolated)
+        retry = self._make_retry(record, stage)
+        retry.is_isolated = True
+        isolated.waiting.append(retry)
+        logger.warning("request %s: %s died; it is tried again, alone", record.request.external_id, stage.label)
+
+    def _make_retry(self, record: RequestRecord, stage: StageHandle) -> RequestRecord:
         self._leave(record)
         retry = record.make_retry(stage)
         self._records[retry.request_id] = retry
         self._retried[record.request.request_id] = retry.request_id
-        isolated.waiting.append(retry)
-        logger.warning("request %s: %s died; it is tried again, alone", record.request.external_id, stage.label)
+        return retry
 
     def _continue(self, isolated: IsolatedRetry) -> None:
         """Tries the next request, if nothing else is in the process; ends the retries if there is none."""

@@ -144,7 +144,7 @@ def _apply_on_cpu(config: PipelineConfig) -> PipelineConfig:
     config = config.with_stage_args([_with_kv_cache(stage) for stage in config.stage_args])
     having_cache = [instance for instance in config.instances.values() if instance.stage.kind.is_autoregressive]
     claims = [_kv_cache_claim(instance) for instance in having_cache]
-    _check_sum(claims, _available_memory())
+    _check_sum(claims, available_memory())
     return config
 
 
@@ -176,7 +176,8 @@ def _machine_memory() -> int:
     return min(psutil.virtual_memory().total, get_cgroup_memory_limit() or 1 << 62)
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Bytes of this machine that are free, at most."""
     return min(psutil.virtual_memory().available, get_cgroup_memory_limit() or 1 << 62)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -181,13 +182,13 @@ class StageShell:
         """Does a verb; on the engine's thread."""
         answer = partial(ControlResult, instance_id=self._instance_id, number=message.number)
         try:
-            value = msgspec.to_builtins(self._engine.control(message.verb), enc_hook=str)
-            result = answer(value=value)
+            result = answer(value=_as_sent(self._engine.control(message.verb)))
         except Exception as error:
             is_invalid = isinstance(error, ValueError | NotImplementedError)
             if not is_invalid:
                 self._log.error("%s failed", type(message.verb).__name__, exc_info=error)
-            result = answer(error=str(error) or type(error).__name__, invalid=is_invalid)
+            text = (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()
+            result = answer(error=text, invalid=is_invalid)
         result.weight_version = self._engine.weight_version
         self._outbox.put(partial(self._sender.send, result))
 
@@ -240,3 +241,12 @@ class StageShell:
         self._log.error("a message from stage %s cannot be decoded: %s", error.sender, error)
         if error.sender is not None and error.sender != ORCHESTRATOR:
             self._sender.send(FaultMessage(instance_id=self._instance_id, peer=error.sender, error=str(error)))
+
+
+def _as_sent(value: Any) -> Any:
+    """What a verb returned, as a message carries it; what is not plain data is made text.
+
+    Raises:
+        Exception: It cannot be sent.
+    """
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=str))

@@ -83,7 +83,10 @@ class WeightFolder:
         Raises:
             ValueError: It does not fit; names the first tensor that is wrong.
         """
-        new = _read(Path(weights_path))
+        try:
+            new = _read(Path(weights_path))
+        except OSError as error:
+            raise ValueError(f"{weights_path}: cannot be read: {error.strerror}") from error
         if not new:
             raise ValueError(f"{weights_path}: there is no such folder with .safetensors files")
         for folder, tensors in sorted(new.items()):

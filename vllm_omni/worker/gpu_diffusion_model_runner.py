@@ -20,6 +20,7 @@ from vllm_omni.diffusion.batched_call import ModuleCall
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.media_inputs import call_parameters
+from vllm_omni.diffusion.modular import ModularCall, Step
 from vllm_omni.diffusion.module_state import ModuleState
 from vllm_omni.diffusion.pipeline_call import (
     CallAborted,
@@ -35,6 +36,7 @@ from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
+from vllm_omni.diffusion.trajectory import StepHook, TrajectoryRecorder, hook_steps
 from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
@@ -80,6 +82,17 @@ class DiffusionModelRunner:
         set_dtypes(pipe)
         self.sample_rate = _find_sample_rate(pipe)
         self.prompt_cache = PromptCache(config.prompt_cache_bytes)
+
+    @property
+    def networks(self) -> list[torch.nn.Module]:
+        """The pipeline's networks; those that a stage's part leaves out have no weights, and are on another device."""
+        return list(modules_of(self._pipe).values())
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """The bytes of the pipeline's weights that are in host memory."""
+        weights = (weight for network in self.networks for weight in network.parameters())
+        return sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
 
     def check_adapter(self, name: str, path: str) -> None:
         """Raises as `AdapterManager.check`."""
@@ -143,8 +156,13 @@ class DiffusionModelRunner:
             set_execution_device(pipe, self._device)
         return self._pipes[pipeline_class]
 
+    def _is_own(self, pipeline_class: type) -> bool:
+        """Whether the loaded pipeline runs this class itself. A modular one runs all that its checkpoint can do; its
+        class is made anew each time that the checkpoint is opened."""
+        return pipeline_class is type(self._pipe) or isinstance(self._pipe, ModularCall)
+
     def _make_pipe(self, pipeline_class: "type[DiffusionPipeline]") -> DiffusionPipeline:
-        if pipeline_class is type(self._pipe):
+        if self._is_own(pipeline_class):
             return copy.copy(self._pipe)
         # diffusers' own `from_pipe` would convert the weights, which all pipelines share, to one dtype.
         components, options = pipeline_class._get_signature_keys(pipeline_class)
@@ -160,7 +178,7 @@ class DiffusionModelRunner:
         """
         job, pipe = running.job, running.call.pipe
         arguments = _on_device(job.arguments, self._device)
-        if job.pipeline_class is not type(self._pipe):
+        if not self._is_own(job.pipeline_class):
             arguments = fit_image(pipe, arguments)
         arguments = add_alpha(pipe, arguments)
         check_size(pipe, arguments)
@@ -168,6 +186,9 @@ class DiffusionModelRunner:
             check_previews(pipe)
         if self._config.cache_backend is not None:
             follow(pipe)
+        if isinstance(pipe, ModularCall):
+            pipe.on_value = lambda name, value: self._on_value(running, name, value)
+            pipe.on_step = self._watch_steps(running)
         on_method(pipe, "prepare_latents", lambda method, arguments: self._on_prepare(running, method, arguments))
         if job.encoded_prompts is not None:
             results = iter(_on_device(job.encoded_prompts, self._device))
@@ -180,13 +201,35 @@ class DiffusionModelRunner:
             on_method(pipe, "encode_prompt", lambda method, arguments: _keep(encoded, method()))
         # Not "pt": some pipelines return tensors of another range then.
         own = {
-            "generator": torch.Generator().manual_seed(job.seed),
+            "generator": self._prepare_steps(running, torch.Generator().manual_seed(job.seed)),
             "output_type": "latent" if job.latents_only else "np",
         }
         if arguments.get("padding_mask_crop") is not None and not job.latents_only:
             own["output_type"] = "pil"  # The only one that pipelines put the crop back into.
         known = call_parameters(job.pipeline_class)
         return {**arguments, **self._callbacks(running), **{name: own[name] for name in own if name in known}}
+
+    def _prepare_steps(self, running: RunningJob, generator: torch.Generator) -> torch.Generator:
+        """Sets how the scheduler steps, with this generator.
+
+        Raises:
+            ValueError: The pipeline has no such scheduler.
+        """
+        job = running.job
+        scheduler: Any = getattr(running.call.pipe, "scheduler", None)
+        if not hasattr(scheduler, "step"):
+            if job.trajectory_bytes is not None or job.stochastic_sampling is not None:
+                name = type(running.call.pipe).__name__
+                raise ValueError(f"{name} has no scheduler for return_trajectory and stochastic_sampling; remove them")
+            return generator
+        if job.stochastic_sampling is not None:
+            if "stochastic_sampling" not in scheduler.config:
+                raise ValueError(f"{type(scheduler).__name__} has no stochastic_sampling; remove it")
+            scheduler.register_to_config(stochastic_sampling=job.stochastic_sampling)
+        if job.trajectory_bytes is not None:
+            running.recorder = TrajectoryRecorder(generator, scheduler, job.trajectory_bytes)
+        hook_steps(scheduler, running.recorder or StepHook(generator))
+        return generator
 
     def _on_prepare(self, running: RunningJob, method: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """The pipeline has computed its sizes and encoded the prompt."""
@@ -202,8 +245,32 @@ class DiffusionModelRunner:
             running.latents = prepared[0] if isinstance(prepared, tuple) else prepared
         return prepared
 
+    def _on_value(self, running: RunningJob, name: str, value: Any) -> None:
+        """A modular pipeline has a new value: an argument, or one that its blocks have computed."""
+        if name in ("height", "width") and isinstance(value, int):
+            running.sides[name] = value
+            if len(running.sides) == 2:
+                height, width = running.size = (running.sides["height"], running.sides["width"])
+                check_pixels(height, width, self._config.max_pixels)
+        elif name == "num_frames" and isinstance(value, int):
+            check_frames(value, self._config.max_frames)
+
+    def _watch_steps(self, running: RunningJob) -> Callable[[Step], None]:
+        """What is called after each step of a modular pipeline's loop."""
+        numbers = itertools.count()
+
+        def on_step(step: Step) -> None:
+            number = next(numbers)
+            if running.job.preview_every:
+                running.latents = step.before
+            self._on_step(running, number, step.after, max(step.num_steps, number + 1))
+
+        return on_step
+
     def _callbacks(self, running: RunningJob) -> dict[str, Any]:
         """The pipeline's callback after each step; the older one where it has no other, or the scheduler's steps."""
+        if isinstance(running.call.pipe, ModularCall):
+            return {}
         parameters = call_parameters(running.job.pipeline_class)
         if "callback_on_step_end" in parameters:
 
@@ -224,14 +291,17 @@ class DiffusionModelRunner:
         on_method(getattr(running.call.pipe, "scheduler", None), "step", on_scheduler_step)
         return {}
 
-    def _on_step(self, running: RunningJob, step: int, latents: torch.Tensor) -> None:
+    def _on_step(
+        self, running: RunningJob, step: int, latents: torch.Tensor | None, num_steps: int | None = None
+    ) -> None:
         job, pipe = running.job, running.call.pipe
         running.has_started = True
-        num_steps = (
-            len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
-        )
+        if num_steps is None:
+            num_steps = (
+                len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
+            )
         preview = None
-        if job.preview_every:
+        if job.preview_every and latents is not None:
             if (step + 1) % job.preview_every == 0 and step + 1 < num_steps:
                 preview = self._preview(running, step, latents)
             running.latents = latents
@@ -239,7 +309,10 @@ class DiffusionModelRunner:
 
     def _preview(self, running: RunningJob, step: int, latents: torch.Tensor) -> torch.Tensor:
         pipe, before = running.call.pipe, running.latents
-        clean = latents if before is None else estimate_clean(pipe.scheduler, step, before, latents)
+        scheduler = getattr(pipe, "scheduler", None)
+        clean = latents
+        if scheduler is not None and before is not None:
+            clean = estimate_clean(scheduler, step, before, latents)
         if running.size is None:
             raise ValueError(f"{type(pipe).__name__} has no previews: the size of its output is not known")
         return make_preview(pipe, clean, *running.size, self._config.preview_size)
@@ -255,7 +328,9 @@ class DiffusionModelRunner:
                 self._find_changes(running)
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            end = JobEnd(job, _as_output(call.result), _sound_of(call.result))
+            output, sound = _as_output(call.result), _sound_of(call.result)
+            recorder = running.recorder
+            end = JobEnd(job, output, sound, None if recorder is None else recorder.trajectory())
         except _PromptsEncoded:
             end = JobEnd(job, call.result)
         except torch.AcceleratorError:

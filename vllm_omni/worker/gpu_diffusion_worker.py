@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device of a diffusion stage: its weights, and smaller batches where its memory is too small."""
 
+import gc
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 from vllm.platforms import current_platform
 
 from vllm_omni.config.dit_config import DiTConfig
@@ -17,6 +19,7 @@ from vllm_omni.diffusion.loader import denoiser_names, load_pipeline, resolve_dt
 from vllm_omni.diffusion.parallel_denoiser import FollowerError, ParallelDenoisers, init_device
 from vllm_omni.diffusion.pipeline_call import modules_of
 from vllm_omni.metrics.logs import get_logger
+from vllm_omni.metrics.memory import release_free_memory
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 
 logger = get_logger(__name__)
@@ -29,6 +32,7 @@ class DiffusionGPUWorker:
 
     Attributes:
         unbatched: Networks whose calls are never joined, because their rows are not independent.
+        sleep_level: Of the last `sleep`; 0: it is awake.
     """
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None) -> None:
@@ -41,6 +45,8 @@ class DiffusionGPUWorker:
         self._memory = memory
         self._device = torch.device(current_platform.device_type)
         self.unbatched: list[str] = []
+        self.sleep_level = 0
+        self._asleep: list[nn.Module] = []
         self._limits: dict[Hashable, int] = {}  # by function or layout: the largest batch to try
         self._checks = JoinChecks()
         self._apart: set[Hashable] = set()  # functions whose calls are never joined
@@ -73,6 +79,32 @@ class DiffusionGPUWorker:
             self.close()
             raise
         return self._runner
+
+    def sleep(self, level: int) -> None:
+        """Gives the memory of the weights back. 1: they move to the host. 2: they are dropped, and the pipeline is of
+        no use any more."""
+        kind = self._device.type
+        if self.sleep_level == 0:
+            networks = self._runner.networks
+            self._asleep = [it for it in networks if {part.device.type for part in it.parameters()} == {kind}]
+        for module in self._asleep:
+            if level == 1:
+                nn.Module.to(module, "cpu")
+            else:
+                _drop_weights(module)
+        self.sleep_level = max(level, self.sleep_level)
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        release_free_memory()
+
+    def wake_up(self) -> bool:
+        """Takes the memory again after level 1. Returns whether the weights are there."""
+        if self.sleep_level == 1:
+            for module in self._asleep:
+                nn.Module.to(module, self._device)
+            self.sleep_level = 0
+        return self.sleep_level == 0
 
     def close(self) -> None:
         """Ends the denoiser's other processes."""
@@ -152,6 +184,14 @@ class DiffusionGPUWorker:
         if len(self._limits) >= _MAX_LIMITS:
             self._limits.clear()
         self._limits[key] = min(max_batch_size, self._limits.get(key, max_batch_size))
+
+
+def _drop_weights(module: nn.Module) -> None:
+    for part in module.modules():
+        parameters = part.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, _ in [*parameters, *buffers]:
+            delattr(part, name)
 
 
 def _copy_weights(pipe: DiffusionPipeline) -> None:

@@ -33,6 +33,10 @@ class WeightsBesideWorker(Worker):
 
     _loaded: _Loaded | None = None
 
+    def weight_bytes(self) -> int:
+        """The bytes of the model's parameters; without what is packed or made of them."""
+        return sum(parameter.nbytes for parameter in self.get_model().parameters())
+
     def load_weights_beside(self, folder: str) -> None:
         """Loads a checkpoint of the same model beside the one that is computed with.
 

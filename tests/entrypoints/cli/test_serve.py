@@ -187,6 +187,7 @@ def test_the_server_loads_adapters_of_a_vllm_stage(run, server: Server, tiny_qwe
         (["--stage", '{"a": {}, "a": {}}'], "the key 'a' is given twice"),
         (["--max-total-realtime-bytes=1MiB"], "less than --max-realtime-message-bytes"),
         (["--max-media-bytes", "0KiB"], "--max-media-bytes: must be at least 1, not 0KiB"),
+        (["--max-realtime-speculative-responses=-1"], "must be at least 0, not -1"),
     ],
 )
 def test_a_wrong_or_unsupported_flag_is_one_message(run, server: Server, given: list[str], words: str) -> None:

@@ -176,7 +176,7 @@ def test_the_client_reads_the_stream(app: FastAPI) -> None:
         ({"tools": [TOOL]}, "tools", "models that write"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's"),
         ({"content": [{"type": "video_url", "video_url": {"url": URI}}]}, "messages", "takes no 'video' (it takes"),
-        ({"content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}, "messages", "not 'input_audio'"),
+        ({"content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}, "messages", "takes no 'audio'"),
         ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}, None, "image"),
         ({"content": " "}, None, "prompt is empty"),
         ({"content": [{"type": "text"}]}, None, "text"),
@@ -218,6 +218,7 @@ class FakeAudioClient:
         pass
 
     async def run(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncGenerator[OmniEvent, None]:
+        self.media = prompt.pop("multi_modal_data", {})
         assert prompt == {"prompt": "rain", "modalities": ["audio"]}
         assert params == [{"num_outputs_per_prompt": 2, "seed": 1}]
         clips = [torch.tensor([level, -level])[:, None].repeat(1, 4800) for level in (0.25, 0.5)]
@@ -235,8 +236,8 @@ def audio_chat(tmp_path: Path) -> DiffusionChat:
     return DiffusionChat(client, state, server_args(tmp_path))
 
 
-def audio_request(**fields: Any) -> OmniChatCompletionRequest:
-    messages: Any = [{"role": "user", "content": "rain"}]
+def audio_request(*parts: dict[str, Any], **fields: Any) -> OmniChatCompletionRequest:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "rain"}, *parts]}]
     return OmniChatCompletionRequest(messages=messages, n=2, extra_body={"seed": 1}, **fields)
 
 
@@ -249,6 +250,26 @@ def test_audio_is_a_file_for_each_choice(audio_chat: DiffusionChat) -> None:
             assert (file.getframerate(), file.getnchannels(), file.getnframes()) == (48000, 2, 4800)
             frames = np.frombuffer(file.readframes(4800), "<i2").reshape(-1, 2) / 32768
             np.testing.assert_allclose(frames, [[level, -level]] * 4800, atol=1e-4)
+
+
+def test_a_sound_is_an_input_by_its_name(audio_chat: DiffusionChat) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, 8000, 0, "NONE", ""))
+        writer.writeframes(np.full(4000, 1 << 14, "<i2").tobytes())
+    data = base64.b64encode(file.getvalue()).decode()
+    audio = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    address = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}}
+    client: Any = audio_chat.client
+    for part in (audio, address):
+        asyncio.run(audio_chat.create_chat_completion(audio_request({**part, "name": "src_audio"})))
+        samples, rate = client.media["src_audio"]
+        assert rate == 8000 and samples.tolist() == [0.5] * 4000
+    with pytest.raises(VLLMValidationError, match=r"takes no 'audio'.*src_audio, reference_audio"):
+        asyncio.run(audio_chat.create_chat_completion(audio_request(audio)))
+    two = [{**address, "name": "src_audio"}] * 2
+    with pytest.raises(VLLMValidationError, match="src_audio is one sound"):
+        asyncio.run(audio_chat.create_chat_completion(audio_request(*two)))
 
 
 def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) -> None:

@@ -88,7 +88,7 @@ def test_a_paused_server_keeps_requests_until_it_resumes(app: FastAPI, mode: str
 def test_requests_that_run_when_it_is_paused(app: FastAPI) -> None:
     long = ask(max_tokens=400, ignore_eos=True)
 
-    async def main(client: openai.AsyncOpenAI) -> tuple[httpx2.Response, httpx2.Response]:
+    async def main(client: openai.AsyncOpenAI) -> tuple[httpx2.Response, httpx2.Response, httpx2.Response]:
         http = client._client
 
         async def running(mode: str) -> httpx2.Response:
@@ -102,10 +102,20 @@ def test_requests_that_run_when_it_is_paused(app: FastAPI) -> None:
             await http.post("/resume")
             return await answer
 
-        return await running("keep"), await running("abort")
+        async def kept_and_waited_for() -> httpx2.Response:
+            answer = asyncio.create_task(http.post("/v1/chat/completions", json=long))
+            while not any(app.state.engine_client.llm._pipeline.orchestrator.activity().values()):
+                await asyncio.sleep(0)
+            assert (await http.post("/pause", params={"mode": "keep"})).status_code == 200
+            assert (await http.post("/pause", params={"mode": "wait"})).status_code == 200
+            done = await answer
+            await http.post("/resume")
+            return done
 
-    kept, aborted = use(app, main)
-    assert kept.json()["usage"]["completion_tokens"] == 400
+        return await running("keep"), await running("abort"), await kept_and_waited_for()
+
+    kept, aborted, waited = use(app, main)
+    assert kept.json()["usage"]["completion_tokens"] == waited.json()["usage"]["completion_tokens"] == 400
     assert "aborted" in error_of(aborted, 503) and aborted.headers["Retry-After"]
     assert chat(app)
 
@@ -235,5 +245,10 @@ def test_adapters_of_a_diffusion_model(
         assert plain["data"] != inked["data"]
         post(app, "/reset_encoder_cache")
         assert "no stage knows it" in error_of(send(app, "POST", "/reset_prefix_cache"), 400)
-        assert "no stage knows it" in error_of(send(app, "POST", "/sleep"), 400)
+        assert "on the host already; use level 2" in error_of(send(app, "POST", "/sleep"), 400)
+        assert "are kept" in error_of(send(app, "POST", "/sleep", params={"level": 2, "mode": "keep"}), 400)
+        assert post(app, "/sleep", params={"level": 2}) == {"status": "sleeping", "level": 2}
+        assert send(app, "GET", "/is_sleeping").json() == {"is_sleeping": True}
+        assert post(app, "/wake_up")["status"] == "awake"
+        assert post(app, "/v1/images/generations", json=picture | {"model": "ink"})["data"] == inked["data"]
         assert post(app, "/pause") and post(app, "/resume")

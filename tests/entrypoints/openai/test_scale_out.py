@@ -122,4 +122,7 @@ def test_invocations_are_chats_and_completions(app: FastAPI) -> None:
     completion = post(app, "/v1/completions", COMPLETION)["choices"][0]["text"]
     assert post(app, "/invocations", COMPLETION)["choices"][0]["text"] == completion
     error = send(app, "POST", "/invocations", json={"model": MODEL}).json()["error"]
-    assert error["code"] == 400 and "messages" in error["message"]
+    assert error["code"] == 400 and error["param"] == "messages" and error["message"].startswith("messages is missing")
+    for body in (CHAT, COMPLETION):
+        error = send(app, "POST", "/invocations", json={**body, "temperature": "hot"}).json()["error"]
+        assert error["code"] == 400 and error["param"] == "temperature", error

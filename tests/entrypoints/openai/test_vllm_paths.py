@@ -66,10 +66,15 @@ def test_a_diffusion_model_answers_as_its_chat_would(image_app: FastAPI) -> None
         assert {send(image_app, method, path).status_code for method in ("GET", "POST")} == {404}
 
 
-def test_the_page_has_this_list() -> None:
+def test_the_page_has_these_lists() -> None:
     page = (Path(__file__).parents[3] / "docs/vllm_surface.md").read_text()
-    paths: dict[str, list[str]] = {}
+    answers = {
+        "vLLM's own": sorted(AS_VLLM),
+        "vLLM's own, for an operator": sorted(OPERATION),
+        "for a pipeline": sorted(OWN_PATHS),
+    }
     for path, reason in WITHHELD_PATHS.items():
-        paths.setdefault(reason, []).append(f"`{path}`")
-    rows = [f"| {reason} | {', '.join(names)} |" for reason, names in paths.items()]
-    assert page.splitlines()[-len(rows) :] == rows
+        answers.setdefault(f"404: it needs {reason}", []).append(path)
+    rows = [f"| {answer} | {', '.join(f'`{path}`' for path in paths)} |" for answer, paths in answers.items()]
+    table = page.partition("## Paths")[2].partition("\n## ")[0].splitlines()
+    assert [line for line in table if line.startswith("|")][2:] == rows

@@ -6,11 +6,9 @@ weights.
 """
 
 import argparse
-import dataclasses
-import enum
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.overrides import STAGE_KEYS, overridden_keys
 from vllm_omni.config.stage import StageKind
 from vllm_omni.config.stage_config import OmniStageConfig, find_stage
+from vllm_omni.config.utils import as_plain
 from vllm_omni.engine.engine_args import create_config_for_inputs, message_of
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args, set_up_logging
 from vllm_omni.entrypoints.cli.serve_help import CONFIG_DESCRIPTION, CONFIG_USAGE
@@ -103,11 +102,11 @@ class ConfigValues:
         elif value is None or value == [] or value == {}:
             return
         else:
-            yield ConfigValue(path, _plain(value), self._source(path))
+            yield ConfigValue(path, as_plain(value), self._source(path))
             return
         for key, item in items:
             if item is not None or path[-1] == "engine_args":
-                yield ConfigValue((*path, key), _plain(item), self._source((*path, key)))
+                yield ConfigValue((*path, key), as_plain(item), self._source((*path, key)))
 
     def _source(self, path: KeyPath) -> str:
         name = str(path[-1])
@@ -290,24 +289,3 @@ def _fields(struct: msgspec.Struct) -> list[tuple[str, Any]]:
 
 def _flag(name: str) -> str:
     return f"command line: --{name.replace('_', '-')}"
-
-
-def _plain(value: Any) -> Any:
-    """A value in YAML's types; of vLLM's configuration objects, the fields that differ from their defaults."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, msgspec.Struct):
-        return {key: _plain(item) for key, item in _fields(value) if item is not None}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = {field: vars(value).get(field.name) for field in dataclasses.fields(value)}
-        return {field.name: _plain(item) for field, item in values.items() if item != _default(field)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    factory = field.default_factory
-    return field.default if factory is dataclasses.MISSING else factory()

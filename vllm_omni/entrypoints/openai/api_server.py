@@ -45,6 +45,7 @@ from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.function_chat import FunctionChat, media_stage
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
 from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
@@ -171,6 +172,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.state.omni_realtime = realtime.ServingRealtime(
             app.state.openai_serving_chat, app.state, args, app.state.omni_sessions
         )
+        client.llm.watch_speculations(app.state.omni_realtime.speculations.counts)
     app.state.omni_description = description.describe(app, client)
     if args.playground:
         _add_playground(app, args)
@@ -233,7 +235,8 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     state.openai_serving_models = DiffusionModels(
         client, [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
     )
-    state.openai_serving_chat = DiffusionChat(client, state, args)
+    chat_class = DiffusionChat if media_stage(client.config) is None else FunctionChat
+    state.openai_serving_chat = chat_class(client, state, args)
 
 
 def _refused_paths(client: OmniEngineClient) -> dict[str, str]:

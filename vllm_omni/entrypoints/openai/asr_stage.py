@@ -177,11 +177,11 @@ def _find_sounds(messages: Sequence[Any]) -> Iterator[tuple[int, int, str]]:
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
-            if (url := _sound_url(part)) is not None:
+            if (url := sound_url(part)) is not None:
                 yield i, j, url
 
 
-def _sound_url(part: Any) -> str | None:
+def sound_url(part: Any) -> str | None:
     """The URL of a sound in a message, whose parts are as `read_messages` returns them; None of any other part."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "audio_url":

@@ -422,11 +422,12 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 
 
 def _invoked(body: Any) -> str:
-    return "completion" if isinstance(body, dict) and "prompt" in body and "messages" not in body else "chat"
+    """A tag, which errors name on the way to a wrong field; so it is none that a field could have."""
+    return "<completion>" if isinstance(body, dict) and "prompt" in body and "messages" not in body else "<chat>"
 
 
 _Invocation = Annotated[
-    Annotated[OmniChatCompletionRequest, Tag("chat")] | Annotated[CompletionRequest, Tag("completion")],
+    Annotated[OmniChatCompletionRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")],
     Discriminator(_invoked),
 ]
 

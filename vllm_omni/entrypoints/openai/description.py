@@ -21,6 +21,7 @@ from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.function_chat import media_stage
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
 from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
@@ -136,9 +137,10 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
     limits: Any = {}
     if client.has_renderer and (processor := client.renderer.mm_processor) is not None:
         limits = processor.info.allowed_mm_limits
-    takes_images = any(info.takes_images for info in infos.values())
+    accepted = {stage.accepts for stage in client.config.stage_args}
+    takes_images = any(info.takes_images for info in infos.values()) or "image" in accepted
     known = {name for name, limit in limits.items() if limit} | ({"image"} if takes_images else set())
-    if client.config.accepting_stage("audio", "text") is not None:
+    if "audio" in accepted:
         known.add("audio")
     return [name for name in ("image", "audio", "video") if name in known]
 
@@ -146,6 +148,7 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
 def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
     first = final_stage(client.config, client.config.output_types[0])
     has_chat = client.has_renderer or (first is not None and can_chat(first))
+    has_chat = has_chat or media_stage(client.config) is not None
     has_chat = has_chat and not client.only_transcribes
     made = ["/v1/chat/completions"] if has_chat else []
     if has_chat and client.has_renderer and "text" in client.config.output_types:

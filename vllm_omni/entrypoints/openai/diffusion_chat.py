@@ -20,14 +20,13 @@ from typing import Any
 from fastapi import Request
 from starlette.datastructures import State
 from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
-    ChatMessage,
 )
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.config.stage_config import OmniStageConfig
+from vllm_omni.entrypoints.openai.asr_stage import sound_url
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, read_modalities
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -39,9 +38,18 @@ from vllm_omni.entrypoints.openai.sse import DONE, Line, comment_line, sse_line,
 from vllm_omni.entrypoints.openai.stage_params import diffusion_settings, read_stage_params
 from vllm_omni.events import CompletedEvent, ImageProgressEvent, OmniEvent
 from vllm_omni.outputs import OmniRequestOutput
-from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, DeltaMessage, UsageInfo
+from vllm_omni.vllm_protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    DeltaMessage,
+    UsageInfo,
+)
 
 _FILES = {"image": "png", "video": "mp4"}
+_OWN_NAMES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+"""Parts of a message, and the names of their media where they have none."""
 _FOR_TEXT = ("tools", "response_format", "structured_outputs", "logprobs", "prompt_logprobs")
 """Fields that are refused, because a client relies on their effect."""
 
@@ -73,9 +81,7 @@ class DiffusionChat(DiffusionEndpoint):
                 "this model reads no conversation; POST /v1/audio/speech speaks a text; see GET /v1/pipeline",
                 parameter="model",
             )
-        for name in _FOR_TEXT:
-            if getattr(request, name) and not _is_plain_text(getattr(request, name)):
-                raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
+        check_fields(request)
         self._check_outputs(request)
         prompt, urls, others = read_last_message(request.messages)
         settings = self._settings(request)
@@ -210,8 +216,16 @@ class _Answer:
         ]
 
 
+def check_fields(request: OmniChatCompletionRequest) -> None:
+    """Refuses the fields of a chat whose effect a client relies on, and which only models that write tokens have."""
+    for name in _FOR_TEXT:
+        if getattr(request, name) and not _is_plain_text(getattr(request, name)):
+            raise VLLMValidationError(f"{name} is for models that write; this one does not", parameter=name)
+
+
 def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """The prompt of a diffusion model, the addresses of its input images, and those of its other media by name.
+    """The prompt of a model without a chat template, the addresses of its input images, and those of its other media
+    by name.
 
     Raises:
         VLLMValidationError: The messages have content that it does not read.
@@ -226,18 +240,17 @@ def read_last_message(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[
         kind = "text" if isinstance(part, str) else _field(part, "type")
         if kind == "text":
             texts.append(part if isinstance(part, str) else _field(part, "text"))
-        elif kind in ("image_url", "video_url"):
-            own = "image" if kind == "image_url" else "video"
-            name = _field(part, "name") or own
-            addresses = as_urls(_field(part, kind), kind)
+        elif kind in _OWN_NAMES:
+            name = _field(part, "name") or _OWN_NAMES[kind]
+            addresses = [sound_url(part)] if kind == "input_audio" else as_urls(_field(part, kind), kind)
             if name == "image":
                 urls += addresses
             else:
                 others[str(name)] = others.get(str(name), []) + addresses
         else:
-            raise _refusal(f"a diffusion model takes parts of type text, image_url and video_url, not {kind!r}")
+            raise _refusal(f"this model takes parts of type text, {', '.join(_OWN_NAMES)}, not {kind!r}")
     if not all(isinstance(value, str) for value in (*texts, *urls, *itertools.chain(*others.values()))):
-        raise _refusal("a part of type text has a text, and one of type image_url or video_url an object with a url")
+        raise _refusal("a part of type text has a text, and one of type image_url, video_url, ... an object with a url")
     return "\n".join(texts), urls, others
 
 

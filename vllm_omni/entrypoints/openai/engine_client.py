@@ -326,7 +326,7 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
             async with aclosing(events):
                 async for event in events:
                     if isinstance(event, ARSegmentEvent) and event.stage_id == self.stage.stage_id:
-                        output = _delta_output(event, request_id, prompt_token_ids)
+                        output = delta_output(event, request_id, prompt_token_ids)
                         yield output
                         continue
                     if isinstance(event, CompletedEvent):
@@ -399,6 +399,14 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
         elif context.place is None:
             context.place = self.llm.reserve(n)
 
+    def has_idle_room(self) -> bool:
+        """Whether the pipeline has room for work that may be for nothing: a request would not wait, nor does one."""
+        try:
+            self._drain_guard.check()
+            return not self.llm.would_wait()
+        except OmniError:
+            return False
+
     async def check_health(self) -> None:
         """`/health` checks each stage."""
 
@@ -466,7 +474,8 @@ def _engine_times(event: CompletedEvent, stage_id: int) -> RequestStateStats | N
     )
 
 
-def _delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+def delta_output(event: ARSegmentEvent, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+    """A segment of text as an output of vLLM's engine."""
     completion = CompletionOutput(
         index=event.index,
         text=event.text,

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import types
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Union, get_args, get_origin
 
 from fastapi import FastAPI, Request, Response
 from PIL import Image
@@ -19,11 +21,19 @@ from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.diffusion.media_inputs import call_parameters, media_arguments, takes_frames, takes_images
+from vllm_omni.diffusion.media_inputs import (
+    call_parameters,
+    dataclass_in,
+    media_arguments,
+    names_media,
+    takes_frames,
+    takes_images,
+    takes_sound,
+)
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import default_fps
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.media_request import MediaFetcher
+from vllm_omni.entrypoints.openai.media_request import MediaFetcher, as_media_urls, is_image
 from vllm_omni.entrypoints.openai.sse import Line, sse_response
 from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.events import CompletedEvent, OmniEvent
@@ -172,12 +182,16 @@ class DiffusionEndpoint(MediaEndpoint):
             raise VLLMValidationError("prompt is missing", parameter="prompt")
 
     async def read_inputs(
-        self, urls: Mapping[str, Sequence[str]], has_images: bool = False, parameter: str | None = None
+        self,
+        urls: Mapping[str, Sequence[str | Mapping[str, Any]]],
+        has_images: bool = False,
+        parameter: str | None = None,
     ) -> dict[str, Any]:
-        """The media that a request has beside its images, fetched: images and videos by the pipeline's names.
+        """The media that a request has beside its images, fetched: images, videos and sounds by the pipeline's names.
 
         Args:
-            urls: Addresses and data URIs; several for a list of images.
+            urls: Addresses and data URIs; several for a list of images. Of an argument that is a dataclass, its fields,
+                with addresses of the media among them.
             has_images: The request has images, too.
             parameter: The request's field, for errors; None: the name.
 
@@ -197,8 +211,20 @@ class DiffusionEndpoint(MediaEndpoint):
             for name, addresses in urls.items()
         }
 
-    async def _read_input(self, name: str, annotation: Any, urls: Sequence[str], parameter: str) -> Any:
-        if len(urls) == 1 and takes_frames(name, annotation):
+    async def _read_input(
+        self, name: str, annotation: Any, given: Sequence[str | Mapping[str, Any]], parameter: str
+    ) -> Any:
+        declared = dataclass_in(annotation)
+        if declared is not None:
+            return [await self._read_fields(name, declared, each, parameter) for each in given]
+        urls = [each for each in given if isinstance(each, str)]
+        if len(urls) != len(given):
+            raise VLLMValidationError(f"{name} must be a data URI or an address, no object", parameter=parameter)
+        if takes_sound(name, annotation):
+            if len(urls) != 1:
+                raise VLLMValidationError(f"{name} is one sound, not {len(urls)}", parameter=parameter)
+            return await self.media.sound(urls[0], parameter)
+        if len(urls) == 1 and takes_frames(name, annotation) and not (_takes_one(annotation) and is_image(urls[0])):
             return await self.media.video(urls[0], parameter)
         if not takes_images(name, annotation):
             raise VLLMValidationError(
@@ -207,6 +233,23 @@ class DiffusionEndpoint(MediaEndpoint):
             )
         images = await self.media.images(urls, parameter)
         return images[0] if len(images) == 1 else images
+
+    async def _read_fields(
+        self, name: str, declared: type[Any], given: str | Mapping[str, Any], parameter: str
+    ) -> dict[str, Any]:
+        """The fields of a dataclass of the pipeline's, with its media fetched; the stage checks their names."""
+        fields = {field.name: field.type for field in dataclasses.fields(declared)}
+        if isinstance(given, str):
+            raise VLLMValidationError(f"{name} is an object with {', '.join(fields)}", parameter=parameter)
+        read = dict(given)
+        for key, value in given.items():
+            where = f"{parameter}.{key}"
+            if key in fields and names_media(fields[key]) and value is not None:
+                urls = as_media_urls(value)
+                if not all(isinstance(url, str) for url in urls):
+                    raise VLLMValidationError(f"{where} must be a data URI or an address", parameter=where)
+                read[key] = await self._read_input(key, fields[key], urls, where)
+        return read
 
     def generate(
         self,
@@ -259,6 +302,11 @@ class DiffusionEndpoint(MediaEndpoint):
                 have = f"have no {name}; they have {', '.join(sorted(known))}" if known else "have no settings"
                 raise VLLMValidationError(f"this model's {self.makes}s {have}", parameter=name)
         return given
+
+
+def _takes_one(annotation: Any) -> bool:
+    """Whether an argument that takes frames may also be a single picture."""
+    return get_origin(annotation) in (Union, types.UnionType) and Image.Image in get_args(annotation)
 
 
 def final_stage(config: PipelineConfig, output_type: str) -> OmniStageConfig | None:
@@ -323,8 +371,13 @@ def new_id(prefix: str, raw_request: HTTPConnection | None = None) -> str:
 
 async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:
     """The output, when it is complete."""
+    return (await completed_event(events)).outputs[0]
+
+
+async def completed_event(events: AsyncGenerator[OmniEvent, None]) -> CompletedEvent:
+    """The event with all outputs, when they are complete."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, CompletedEvent):
-                return event.outputs[0]
+                return event
     raise AssertionError("the last event of a request is a CompletedEvent")

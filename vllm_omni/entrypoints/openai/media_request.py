@@ -7,11 +7,13 @@ vLLM's media connector reads the media: uploads, data URIs and addresses alike, 
 import asyncio
 import base64
 import dataclasses
+import mimetypes
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -44,7 +46,10 @@ _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
 _INDEX = re.compile(r"\[[0-9]*\]$")
 _INPUT = re.compile(r"^inputs\[(\w+)\]$")
+_PART = re.compile(r"^(?:inputs\[(\w+)\]|(\w+))\[([0-9]{1,2})\]\[(\w+)\]$")
 _ARGUMENT = re.compile(r"extra_args\[(\w+)\]$")
+_HEADER = 256  # Characters of a data URI that have its type and its first bytes.
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 
@@ -65,8 +70,9 @@ def _as_url(entry: Any, field: str) -> Any:
     return entry
 
 
-def _as_media_urls(value: Any) -> Any:
-    return as_urls(as_urls(value), "video_url")
+def as_media_urls(value: Any) -> Any:
+    """A field of any media as a list of addresses, or of objects with the fields of a dataclass; see `as_urls`."""
+    return as_urls(as_urls(as_urls(value), "video_url"), "audio_url")
 
 
 def _as_sound_url(value: Any) -> Any:
@@ -74,11 +80,27 @@ def _as_sound_url(value: Any) -> Any:
     return _as_url(value[0] if isinstance(value, list) and len(value) == 1 else value, "audio_url")
 
 
+def is_image(url: str) -> bool:
+    """Whether an address or a data URI is that of a picture, by its type, its first bytes, or its name."""
+    if url[:5].lower() != "data:":
+        return (mimetypes.guess_type(urlsplit(url).path)[0] or "").startswith("image/")
+    header, _, data = url[:_HEADER].partition(",")
+    if not header[5:].lower().startswith("application/octet-stream"):
+        return header[5:].lower().startswith("image/")
+    try:
+        first = base64.b64decode(data[: len(data) // 4 * 4])
+    except ValueError:
+        return False
+    return first.startswith(_PICTURES) or (first[:4], first[8:12]) == (b"RIFF", b"WEBP")
+
+
 ImageUrls = Annotated[list[str], BeforeValidator(lambda value: as_urls(value))]
 """Addresses or data URIs of images; also a single one, and objects with an `image_url`."""
 
-MediaUrls = Annotated[list[str], BeforeValidator(_as_media_urls), Field(min_length=1, max_length=MAX_IMAGES)]
-"""The same of images and videos."""
+MediaUrls = Annotated[
+    list[str | dict[str, Any]], BeforeValidator(as_media_urls), Field(min_length=1, max_length=MAX_IMAGES)
+]
+"""The same of images, videos and sounds; also objects with the fields of a dataclass of the pipeline's."""
 
 SoundUrl = Annotated[str, BeforeValidator(_as_sound_url), Field(min_length=1)]
 """The address or data URI of a sound; also an object with an `audio_url`."""
@@ -295,8 +317,9 @@ class InputsRequest(MediaRequest):
     inputs: dict[str, MediaUrls] | None = Field(
         None,
         max_length=MAX_IMAGES,
-        description="Further media of the model's pipeline, by its own names (control_image, video, last_image, ...): "
-        "data URIs or addresses. Each may also be a field, or a file in a form.",
+        description="Further media of the model's pipeline, by its own names (control_image, video, last_image, audio, "
+        "...): data URIs or addresses; of one that takes objects (conditions) those, with addresses in them. Each may "
+        "also be a field, or a file in a form.",
     )
 
 
@@ -313,6 +336,7 @@ def _gather(fields: Any, names: Collection[str]) -> Any:
 
 async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    parts: dict[str, dict[int, dict[str, Any]]] = {}  # of objects, by field and number
     async with request.form(max_files=MAX_IMAGES + 1, max_fields=_MAX_FIELDS) as form:
         for key, value in form.multi_items():
             # Clients write a list as `image[]` or `image[0]`, and a field of an object as `input_reference[image_url]`
@@ -325,14 +349,19 @@ async def _read_form(request: Request, file_fields: Collection[str]) -> dict[str
                 fields.setdefault("extra_args", {})[argument[1]] = _as_json(value)
             elif key == "extra_args" and isinstance(value, str):
                 fields.setdefault("extra_args", _as_json(value))
+            elif (part := _PART.match(key)) and (name := part[1] or part[2]) in file_fields:
+                parts.setdefault(name, {}).setdefault(int(part[3]), {})[part[4]] = await _as_plain(value, key)
             elif name in file_fields:
-                fields.setdefault(name, []).append(await _as_data_uri(value, name))
+                medium = await _as_data_uri(value, name)
+                fields.setdefault(name, []).extend(medium if isinstance(medium, list) else [medium])
             elif key in fields and key.endswith("[]"):
                 fields[key] = [*(fields[key] if isinstance(fields[key], list) else [fields[key]]), value]
             elif key in fields:
                 raise VLLMValidationError(f"{key} is given more than once", parameter=key)
             else:
                 fields[key] = value  # The model refuses a file here: it takes strings only.
+    for name, by_number in parts.items():
+        fields.setdefault(name, []).extend(by_number[number] for number in sorted(by_number))
     return fields
 
 
@@ -344,8 +373,17 @@ def _as_json(value: str) -> Any:
         return value
 
 
-async def _as_data_uri(value: UploadFile | str, name: str) -> str:
+async def _as_plain(value: UploadFile | str, name: str) -> Any:
+    """A field of an object in a form: a file as a data URI, an address, or a plain value."""
+    is_plain = isinstance(value, str) and not _ADDRESS.match(value)
+    return _as_json(str(value)) if is_plain else await _as_data_uri(value, name)
+
+
+async def _as_data_uri(value: UploadFile | str, name: str) -> Any:
+    """A file as a data URI; an address; objects, which a form has as JSON."""
     if isinstance(value, str):
+        if value.lstrip().startswith(("{", "[")):
+            return _as_json(value)
         if not _ADDRESS.match(value):
             raise VLLMValidationError(
                 f"{name} is neither a file nor an address nor a data URI; a file needs a name (with curl: "

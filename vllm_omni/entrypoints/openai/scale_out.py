@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scale-out endpoints (`--enable-scale-out`): one server renders prompts, another makes tokens of them."""
 
+import traceback
 from collections.abc import AsyncGenerator
 
 from starlette.datastructures import State
@@ -31,12 +32,18 @@ class OmniServingTokens(OmniServing, ServingTokens):
         self.client.check_admission(request.sampling_params.n)
         names = filter(request.is_sampling_param_provided, SamplingParams.__struct_fields__)
         RequestContext.current().options = RequestOptions(explicit_fields=frozenset(names))
-        if request.features is not None:
-            try:
-                mm_kwargs_from_features(request.features)
-            except Exception as error:  # vLLM's decoder raises all kinds.
+        try:
+            return await super().serve_tokens(request, raw_request)
+        except Exception as error:
+            if _was_decoding(error):  # It raises all kinds of errors.
                 raise VLLMValidationError(f"features cannot be decoded: {error}", parameter="features") from error
-        return await super().serve_tokens(request, raw_request)
+            raise
+
+
+def _was_decoding(error: Exception) -> bool:
+    """Whether vLLM's decoder of features has raised it, which has no hook."""
+    code = mm_kwargs_from_features.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def set_up(state: State) -> None:

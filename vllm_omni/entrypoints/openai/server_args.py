@@ -178,6 +178,10 @@ class RealtimeLimits:
     """Bytes that the realtime sessions of one API key or, without keys, address hold. At least
     --max-realtime-message-bytes; default: half of --max-total-realtime-bytes."""
 
+    max_realtime_speculative_responses: int = 4
+    """Answers of realtime sessions that are begun when the user pauses, before the turn has ended, at once, while no
+    request waits; 0: none is."""
+
     max_realtime_session_s: float = 3600.0
     """Seconds after which a realtime session ends."""
 
@@ -277,11 +281,19 @@ def flag(name: str) -> str:
 
 
 def _parser_of(limit: Field[Any]) -> Callable[[str], Any]:
+    if limit.name == "max_realtime_speculative_responses":
+        return _not_negative_int
     return _positive_bytes if limit.name.endswith("_bytes") else _PARSERS[limit.type]
 
 
 def _positive_int(text: str) -> int:
     return _at_least_1(int(text), text)
+
+
+def _not_negative_int(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return value
 
 
 def _positive_bytes(text: str) -> int:

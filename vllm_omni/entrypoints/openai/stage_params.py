@@ -28,7 +28,7 @@ SAMPLING_FIELDS = frozenset(
 
 _GRAMMARS = frozenset({"json", "regex", "choice", "grammar", "structural_tag"})
 
-_NOT_IN_REQUESTS = ("preview_every", "lora_scale")
+_NOT_IN_REQUESTS = ("preview_every", "lora_scale", "return_trajectory")
 
 SETTINGS = tuple(name for name in DiffusionSamplingParams.__struct_fields__ if name not in _NOT_IN_REQUESTS)
 """The settings of a diffusion model that a request may set. Endpoints with previews set `preview_every`."""

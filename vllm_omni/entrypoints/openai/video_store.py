@@ -7,7 +7,6 @@ Does not know how videos are made. For use from one event loop.
 """
 
 import asyncio
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -221,5 +220,4 @@ class VideoStore:
 async def _ended(job: VideoJob) -> None:
     """Waits until a cancelled job has aborted its request."""
     if job.task is not None and job.task is not asyncio.current_task():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([job.task])
+        await asyncio.wait([job.task])

@@ -123,7 +123,7 @@ class ServingVideos(DiffusionEndpoint):
         first, urls = request.input_reference or [], dict(request.inputs or {})
         takes = [] if self.info is None else self.info.media
         if first and "video" in takes and "image" not in takes:
-            first, urls = [], {"video": first, **urls}
+            first, urls = [], {"video": [*first], **urls}
         self._check_size(settings, [*(["image"] if first else []), *urls])
         images = await self.media.images(first, "input_reference")
         inputs = await self.read_inputs(urls, bool(first))

@@ -18,6 +18,8 @@ router = APIRouter()
 
 Stage = Annotated[str | None, Query(description="The name or number of a stage. None: all.", examples=["writer"])]
 
+IncludeDP = Annotated[bool, Query(description="Count all replicas; else one of each stage.")]
+
 
 class UpdateInfo(BaseModel, extra="forbid"):
     """Where new weights are."""
@@ -93,6 +95,6 @@ async def weight_info(raw_request: Request, stage: Stage = None) -> WeightInfo:
 
 
 @router.get("/get_world_size")
-async def get_world_size(raw_request: Request, stage: Stage = None) -> WorldSize:
+async def get_world_size(raw_request: Request, include_dp: IncludeDP = True, stage: Stage = None) -> WorldSize:
     """How many workers have weights: devices of replicas."""
-    return WorldSize(world_size=_client(raw_request).operations.get_world_size(stage))
+    return WorldSize(world_size=_client(raw_request).operations.get_world_size(include_dp, stage))

@@ -30,6 +30,7 @@ from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.outputs import StageOutput
+from vllm_omni.placement.budgets import available_memory
 from vllm_omni.stage.watchdog import INTAKE, StepTimer
 from vllm_omni.stage.weights import Parts, WeightFolder
 
@@ -215,6 +216,7 @@ class StageEngine(ABC):
         self._is_frozen = False
         self._commit_weights: Callable[[], None] | None = None  # of those that were loaded
         self._loaded_parts: Parts = set()
+        self._weights_path: str | None = None  # of the last ones that were committed
 
     def abort(self, request_id: str) -> None:
         """Drops a request. Does nothing if it is complete or unknown. Called from any thread."""
@@ -284,6 +286,7 @@ class StageEngine(ABC):
                 self._is_frozen = False
             case CheckWeights():
                 self._weight_folder.check(verb.weights_path)
+                _check_memory(self._weight_bytes())
             case LoadWeights():
                 self._commit_weights = None
                 self._loaded_parts = self._weight_folder.check(verb.weights_path)
@@ -307,12 +310,16 @@ class StageEngine(ABC):
         self.weight_version = ""
         commit()
         self._weight_folder.changed |= self._loaded_parts
-        self.weight_version = verb.weight_version
+        self.weight_version, self._weights_path = verb.weight_version, verb.weights_path
 
     @property
     def _weight_folder(self) -> WeightFolder:
         """What new weights have to be like."""
         raise ValueError("the weights of this kind of stage cannot change while it runs")
+
+    def _weight_bytes(self) -> int:
+        """Host memory of the weights that it computes with, at least: others beside them take as much."""
+        return 0
 
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         """Loads a checkpoint beside the one that it computes with.
@@ -359,3 +366,16 @@ class StageEngine(ABC):
 
     def close(self) -> None:  # noqa: B027 (optional)
         """Releases what `start` took."""
+
+
+def _check_memory(num_bytes: int) -> None:
+    """Refuses weights that do not fit beside others: the kernel would end a process, perhaps another one.
+
+    Raises:
+        ValueError: Names the sizes.
+    """
+    available = available_memory()
+    if num_bytes > available:
+        raise ValueError(
+            f"the new weights take {num_bytes / 2**30:.2f} GiB beside its own, and {available / 2**30:.2f} GiB are free"
+        )

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.control import AddLoRA, ResetEncoderCache, Verb
+from vllm_omni.control import AddLoRA, ResetEncoderCache, Sleep, Verb, WakeUp
 from vllm_omni.diffusion.job import (
     Adapter,
     DiffusionJob,
@@ -30,13 +30,16 @@ from vllm_omni.diffusion.job import (
     unpack_encoded_prompts,
 )
 from vllm_omni.diffusion.media_inputs import call_parameters, restore
+from vllm_omni.diffusion.modular_info import read_pipeline_info
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.diffusion.request_settings import call_arguments, default_fps
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageInput
 from vllm_omni.media import encode_outputs, to_pil
+from vllm_omni.metrics.logs import get_logger
+from vllm_omni.metrics.memory import device_bytes, resident_bytes
 from vllm_omni.metrics.stats import CacheCounts
-from vllm_omni.outputs import StageOutput
+from vllm_omni.outputs import StageOutput, pack_trajectories
 from vllm_omni.sampling_params import DiffusionRequest
 from vllm_omni.stage.engines.base import (
     AbortRequest,
@@ -49,6 +52,8 @@ from vllm_omni.stage.engines.base import (
     Stream,
 )
 from vllm_omni.stage.weights import WeightFolder
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class DiffusionStageEngine(StageEngine):
         self._info: PipelineInfo
 
     def start(self) -> None:
-        self._info = PipelineInfo.load(self._model, self._config)
+        self._info = read_pipeline_info(self._model, self._config)
         self._executor.on_shape = lambda shape: self.step_timer.set_shape(shape)
         self._executor.start(lambda: self.on_failure())
         self.capacity = 2 * self._executor.max_batch_size  # one batch to compute, and the next one
@@ -120,11 +125,40 @@ class DiffusionStageEngine(StageEngine):
             case ResetEncoderCache():
                 self._executor.forget_prompts()
                 return None
+            case Sleep():
+                self._sleep(verb.level)
+                return None
+            case WakeUp():
+                if verb.tags is None or "weights" in verb.tags:
+                    self._wake_up()
+                return not self._executor.is_asleep
         return super().control(verb)
+
+    def _sleep(self, level: int) -> None:
+        if self.has_requests():
+            raise ValueError("requests that run need its memory; pause with abort or wait")
+        in_ram, on_device = resident_bytes(), device_bytes()
+        self._executor.sleep(level)
+        given_back = in_ram - resident_bytes(), on_device - device_bytes()
+        logger.info("sleep gave back %.1f MiB of RAM, %.1f MiB of the device", *(it / 2**20 for it in given_back))
+
+    def _wake_up(self) -> None:
+        """Takes the memory again, with the weights that it had."""
+        if self._executor.wake_up():
+            return
+        with contextlib.ExitStack() as loading:
+            model = Path(self._model)
+            if self._weights_path is not None:
+                self._weight_folder.check(self._weights_path)
+                model = loading.enter_context(self._weight_folder.overlay(self._weights_path))
+            self._executor.load_beside(str(model))()
 
     @cached_property
     def _weight_folder(self) -> WeightFolder:
         return WeightFolder(self._model, self._config.revision)
+
+    def _weight_bytes(self) -> int:
+        return self._executor.host_weight_bytes
 
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         return self._executor.load_beside(str(folder))
@@ -180,9 +214,10 @@ class DiffusionStageEngine(StageEngine):
         arguments |= {name: restore(value, known[name].annotation) for name, value in diffusion.media.items()}
         if diffusion.images and "image" not in arguments:  # The stage input processor may have changed them.
             images = [to_pil(image) for image in diffusion.images]
-            arguments["image"] = images if self._info.takes_several(pipeline_class) else images[0]
+            arguments["image"] = self._info.image_argument(pipeline_class, images)
         sources = item.sources.values()
         encoded_prompts = next(filter(None, map(unpack_encoded_prompts, sources)), None)
+        max_bytes = self._config.max_trajectory_bytes // len(diffusion.seeds)
         return [
             DiffusionJob(
                 request_id=item.request_id,
@@ -193,6 +228,8 @@ class DiffusionStageEngine(StageEngine):
                 latents_only=params.output_format == "latent",
                 adapter=Adapter(diffusion.lora_name, diffusion.lora_path, params.lora_scale),
                 preview_every=params.preview_every if item.streams_output else 0,
+                stochastic_sampling=params.stochastic_sampling,
+                trajectory_bytes=max_bytes if params.return_trajectory else None,
                 encoded_prompts=encoded_prompts,
                 on_progress=partial(self._on_progress, item.request_id),
             )
@@ -249,6 +286,7 @@ class DiffusionStageEngine(StageEngine):
         params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
             tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate, sounds)
+            tensors |= pack_trajectories([end.trajectory for end in ends if end.trajectory is not None])
             self._emit(request_id, tensors, data)
         except Exception as error:
             self.outbox.put(Error.from_exception(request_id, error))

@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
+from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
@@ -152,10 +154,12 @@ class LLMStageEngine(StageEngine):
             case StartProfile():
                 self._check_profiler()
                 prefix = "" if verb.profile_prefix is None else f"{verb.profile_prefix}_"
+                more = {} if verb.profiler_kwargs is None else {"profiler_kwargs": verb.profiler_kwargs}
                 return engine.start_profile(
                     f"{prefix}stage{self._stage_id}",  # The files of all stages are in one folder.
                     delay_iterations=verb.delay_iterations,
                     max_iterations=verb.max_iterations,
+                    **more,
                 )
             case StopProfile():
                 self._check_profiler()
@@ -167,7 +171,8 @@ class LLMStageEngine(StageEngine):
             case Sleep() | WakeUp():
                 return self._sleep_or_wake_up(verb)
             case CollectiveRPC():
-                return engine.collective_rpc(verb.method, verb.timeout, tuple(verb.args), verb.kwargs)
+                method = verb.method if verb.function is None else _unpickled(verb.function)
+                return engine.collective_rpc(method, verb.timeout, tuple(verb.args), verb.kwargs)
             case DropWeights():
                 engine.collective_rpc("drop_weights")
             case UpdateWeightVersion():
@@ -182,6 +187,9 @@ class LLMStageEngine(StageEngine):
         if self.compiles_at_start():
             raise ValueError("its compiled model keeps its weights; set enforce_eager: true")
         return WeightFolder(config.model_config.model, config.model_config.revision, self._part)
+
+    def _weight_bytes(self) -> int:
+        return sum(self._engine.collective_rpc("weight_bytes"))
 
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         self._engine.collective_rpc("load_weights_beside", args=(str(folder),))
@@ -314,6 +322,12 @@ class LLMStageEngine(StageEngine):
                     self._engine.isolate(engine_id, batch[engine_id])
             elif len(suspects) == 1:
                 request.num_retries = 0  # The cause was that request, not the batch.
+
+
+def _unpickled(function: bytes) -> Callable[..., Any]:
+    if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise ValueError("it takes no code; set VLLM_ALLOW_INSECURE_SERIALIZATION=1 where it runs")
+    return cloudpickle.loads(function)
 
 
 def _wake() -> None:

@@ -26,7 +26,7 @@ from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.logs import about, get_logger
 from vllm_omni.model_executor.speech_model import SpeechModel
-from vllm_omni.model_executor.transcription_model import TranscriptionModel
+from vllm_omni.model_executor.transcription_model import MIN_SOUND_S, TranscriptionModel
 from vllm_omni.model_executor.transformers_model import are_equal
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, RequestItem, StreamChunk
@@ -203,17 +203,7 @@ class TranscriptionFunction(ModelFunction):
         self._have_text: set[str] = set()  # by request
 
     def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
-        if not sources:
-            raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
-        (source,) = sources.values()
-        rate = self.opened.sample_rate
-        sound = resample_audio_pyav(source.tensors["audio"].numpy(), orig_sr=SOUND_RATE, target_sr=rate)
-        clips = split_sound(sound, rate, self.opened.settings.max_audio_clip_s)
-        starts = [0, *itertools.accumulate(map(len, clips))]
-        return [
-            _as_source(request, start, tensors={"audio": torch.from_numpy(clip)})
-            for start, clip in zip(starts, clips, strict=False)
-        ]
+        return _cut_sound(request, sources, self.opened.sample_rate, self.opened.settings.max_audio_clip_s)
 
     def read(self, request: StageRequest, sources: Sources) -> np.ndarray | None:
         (source,) = sources.values()
@@ -247,12 +237,32 @@ class TranscriptionFunction(ModelFunction):
         self._have_text.discard(state.request_id)
 
 
+class SpeechToSpeechFunction(SpeechFunction):
+    """Sounds are computed, one by one. Its results are those of `SpeechFunction`."""
+
+    what = "sounds"
+
+    def __init__(self, stage: OmniStageConfig, opened: SpeechModel) -> None:
+        super().__init__(stage, opened)
+        self._joins = False
+
+    def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
+        return _cut_sound(request, sources, self.opened.input_rate, self.opened.settings.max_audio_clip_s)
+
+    def read(self, request: StageRequest, sources: Sources) -> Any:
+        (source,) = sources.values()
+        sound = source.tensors["audio"].numpy()
+        return sound if len(sound) >= MIN_SOUND_S * self.opened.input_rate else None
+
+
 class TransformersStageEngine(FunctionStageEngine):
     """Computes the sounds of texts, or the texts of sounds."""
 
     def __init__(self, outbox: Outbox, stage: OmniStageConfig, opened: SpeechModel | TranscriptionModel) -> None:
-        function = SpeechFunction if isinstance(opened, SpeechModel) else TranscriptionFunction
-        self._model_function: ModelFunction = function(stage, opened)  # type: ignore[arg-type]
+        function: type[ModelFunction] = TranscriptionFunction
+        if isinstance(opened, SpeechModel):
+            function = SpeechToSpeechFunction if opened.hears else SpeechFunction
+        self._model_function: ModelFunction = function(stage, opened)
         super().__init__(outbox, self._model_function, num_threads=1)
 
     def _take_in(self, item: RequestItem) -> None:
@@ -296,6 +306,24 @@ class TransformersStageEngine(FunctionStageEngine):
 def _as_source(request: StageRequest, start: int, **content: Any) -> StageOutput:
     """A part of what a caller gives."""
     return StageOutput(request_id=request.request_id, stage_id=CALLER, start=start, **content)
+
+
+def _cut_sound(request: StageRequest, sources: Sources, rate: int, max_clip_s: float) -> list[StageOutput]:
+    """The clips of a caller's sound, at the model's rate.
+
+    Raises:
+        InvalidRequestError: There is no sound.
+    """
+    if not sources:
+        raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
+    (source,) = sources.values()
+    sound = resample_audio_pyav(source.tensors["audio"].numpy(), orig_sr=SOUND_RATE, target_sr=rate)
+    clips = split_sound(sound, rate, max_clip_s)
+    starts = [0, *itertools.accumulate(map(len, clips))]
+    return [
+        _as_source(request, start, tensors={"audio": torch.from_numpy(clip)})
+        for start, clip in zip(starts, clips, strict=False)
+    ]
 
 
 def _is_of_caller(sources: Sources) -> bool:

@@ -61,6 +61,7 @@ class FakeChat:
             stage=SimpleNamespace(transcription_prompt="Transcribe."),
             renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
             check_admission=lambda: None,
+            has_idle_room=lambda: True,
             model_config=SimpleNamespace(max_model_len=1024),
             default_sampling_params={},
         )

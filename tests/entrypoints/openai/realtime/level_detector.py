@@ -26,3 +26,25 @@ class LevelDetector:
             self._is_speech = is_speech
             self._at_ms += 100
         return turns
+
+
+class PausingDetector(LevelDetector):
+    """A pause is 100 ms of silence; 300 ms end a turn."""
+
+    _silence_ms: int | None = None
+
+    async def feed(self, samples: np.ndarray) -> list[Turn]:
+        turns = []
+        for start in range(0, len(samples), self._step):
+            piece, self._at_ms = samples[start : start + self._step], self._at_ms + 100
+            if piece.any():
+                if self._silence_ms != 0:
+                    turns.append(Turn("started" if self._silence_ms is None else "resumed", self._at_ms - 100))
+                self._silence_ms = 0
+            elif self._silence_ms is not None:
+                self._silence_ms += 100
+                turns += [Turn("paused", self._at_ms)] if self._silence_ms == 100 else []
+                if self._silence_ms == 300:
+                    turns.append(Turn("stopped", self._at_ms))
+                    self._silence_ms = None
+        return turns

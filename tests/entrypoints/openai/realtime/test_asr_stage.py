@@ -12,7 +12,7 @@ import pytest
 
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
-from tests.entrypoints.openai.realtime.level_detector import LevelDetector
+from tests.entrypoints.openai.realtime.level_detector import LevelDetector, PausingDetector
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.openai.realtime.test_turns import IDLE, SILENCE, needs_vad, send
 from tests.entrypoints.openai.small_apps import send as send_request
@@ -22,7 +22,6 @@ from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
-from vllm_omni.entrypoints.openai.realtime.turn_detection import Turn
 from vllm_omni.function_stage import CALLER, FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -214,27 +213,6 @@ def test_a_cough_is_not_answered(server: FakeServer, monkeypatch: pytest.MonkeyP
         await session.until("response.done")
 
     converse(server.app, main, model="fake", manual=False)
-
-
-class PausingDetector(LevelDetector):
-    """A pause is 100 ms of silence; 300 ms end a turn."""
-
-    _silence_ms: int | None = None
-
-    async def feed(self, samples: np.ndarray) -> list[Turn]:
-        turns = []
-        for start in range(0, len(samples), self._step):
-            piece, self._at_ms = samples[start : start + self._step], self._at_ms + 100
-            if piece.any():
-                turns += [Turn("started", self._at_ms - 100)] if self._silence_ms is None else []
-                self._silence_ms = 0
-            elif self._silence_ms is not None:
-                self._silence_ms += 100
-                turns += [Turn("paused", self._at_ms)] if self._silence_ms == 100 else []
-                if self._silence_ms == 300:
-                    turns.append(Turn("stopped", self._at_ms))
-                    self._silence_ms = None
-        return turns
 
 
 def test_a_turn_is_transcribed_from_its_pause_on(

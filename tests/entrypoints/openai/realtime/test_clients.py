@@ -58,7 +58,7 @@ def test_turns_with_a_barge_in_and_tools(
 ) -> None:
     skip_without_clients()
     sound = tmp_path / "speech.pcm"
-    sound.write_bytes(recording("how many shapes are there").tobytes())
+    sound.write_bytes(recording("what colour is the circle").tobytes())
     with over_http(realtime_app) as url, over_http(calling_app) as tools_url:
         command = [ENVIRONMENT / "bin" / "python", SCRIPTS / script, url, tools_url, MODEL, sound]
         run = subprocess.run(command, env=client_environment(), capture_output=True, text=True, check=False)

@@ -52,7 +52,11 @@ def fit(
     """The messages after the instructions that are read, and the number of renderings. A message costs what its
     text, or role, says; 50 the instructions, and 1 any other."""
     settings = {"instructions": "Be kind.", "max_output_tokens": 100, "truncation": truncation}
-    window = PromptWindow(settings, items, PromptLimits(max_model_len=LENGTH, **limits), lasts=lasts)
+    return read(PromptWindow(settings, items, PromptLimits(max_model_len=LENGTH, **limits), lasts=lasts), cost)
+
+
+def read(window: PromptWindow, cost: dict[str, int]) -> tuple[list[Any], int]:
+    """As `fit`."""
     num_renderings = 0
 
     async def render(request: Any) -> Any:
@@ -114,6 +118,22 @@ def test_a_share_is_retained() -> None:
     assert len(fit([*turns(4), says("user", "last")], cost, truncation=limited)[0]) == 9
     nothing = {**ratio, "retention_ratio": 0.0}
     assert texts(fit([*turns(9), says("user", "last")], cost, truncation=nothing)[0]) == ["last"]
+
+
+@pytest.mark.parametrize("is_read_before", [True, False])
+def test_a_speculative_answer_changes_nothing_before_it_is_promoted(is_read_before: bool) -> None:
+    items = [*turns(10), says("user", "last")]
+    cost = {f"u{i}": 99 for i in range(10)}
+    settings = {"instructions": "Be kind.", "max_output_tokens": 100, "truncation": "auto"}
+    limits = PromptLimits(max_model_len=LENGTH)
+    window = PromptWindow(settings, items, limits, lasts=True, is_speculative=True)
+    for promotes in (not is_read_before, is_read_before):
+        if promotes:
+            window.promote()
+        else:
+            assert texts(read(window, cost)[0]) == [f"u{i}" for i in range(2, 10)] + ["last"]
+            assert [each.is_read for each in items] == [is_read_before] * 4 + [True] * 17
+    assert [each.is_read for each in items] == [False] * 4 + [True] * 17
 
 
 def test_an_answer_out_of_band_changes_nothing() -> None:

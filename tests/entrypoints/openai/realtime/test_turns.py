@@ -6,17 +6,19 @@ import base64
 import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from tests.coloured_shapes.recordings import recording
+from tests.coloured_shapes.recordings import RECORDINGS, recording
 from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
-from vllm_omni.entrypoints.openai.realtime import turn_detection
+from vllm_omni.entrypoints.openai.realtime import turn_detection, turn_model
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
+from vllm_omni.speech_recognition import resample
 
 GROUP = "app"
 needs_vad = pytest.mark.skipif(
@@ -63,6 +65,78 @@ def test_speech_is_found_in_the_sound_of_a_telephone() -> None:
     started, *_, stopped = asyncio.run(TurnDetector(with_defaults(VAD), RATE // 3, 0, THREADS).feed(telephone))
     assert started.at_ms == pytest.approx(1080 - 300, abs=150)
     assert stopped.at_ms == pytest.approx(1000 * len(samples) / RATE - 1080 + 400, abs=250)
+
+
+@needs_vad
+def test_speech_that_goes_on_ends_its_pause() -> None:
+    speech, silence = recording("how many shapes are there"), np.zeros(RATE * 3 // 10, "<i2")
+    samples = np.concatenate([speech, silence, speech, silence, silence])
+    turns = asyncio.run(TurnDetector(with_defaults(VAD), RATE, 0, THREADS).feed(samples))
+    pauses = [turn.at_ms for turn in turns if turn.kind == "paused"]
+    assert turns[0].kind == "started" and [turn.kind for turn in turns[-2:]] == ["paused", "stopped"]
+    assert [turn.kind for turn in turns[1:-1]] == ["paused", "resumed"] * (len(pauses) - 1) + ["paused"]
+    resumed_ms = next(turn.at_ms for turn in turns if turn.kind == "resumed" and turn.at_ms > 1000 * len(speech) / RATE)
+    assert resumed_ms == pytest.approx(1000 * (len(speech) + len(silence)) / RATE, abs=150)
+
+
+class TurnModelOf:
+    """In place of a `TurnModel`: its judgements in turn, and the lengths of what it has read."""
+
+    def __init__(self, *judgements: bool) -> None:
+        self._judgements = list(judgements)
+        self.lengths: list[int] = []
+
+    def is_complete(self, samples: np.ndarray) -> bool:
+        self.lengths.append(len(samples))
+        return self._judgements.pop(0)
+
+
+def semantic_turns(samples: np.ndarray, eagerness: str = "high") -> list[Any]:
+    settings = with_defaults({"type": "semantic_vad", "eagerness": eagerness})
+    return asyncio.run(TurnDetector(settings, RATE, 0, THREADS).feed(samples))
+
+
+@needs_vad
+def test_a_turn_model_ends_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the pause if it is complete, else after a longer silence. It reads the turn, with half a second before."""
+    monkeypatch.setattr(turn_model, "find", lambda: Path("a network"))
+    speech, silence = recording("what is in the picture"), np.zeros(RATE, "<i2")
+    samples = np.concatenate([silence, speech, silence, speech, silence])
+    model = TurnModelOf(True, True)
+    monkeypatch.setattr(turn_model, "load", lambda: model)
+    turns = semantic_turns(samples)
+    assert [turn.kind for turn in turns] == ["started", "stopped"] * 2
+    seconds = len(speech) / RATE
+    assert turns[1].at_ms == pytest.approx(1000 * (1 + seconds) + 200, abs=150)
+    assert [length / 16000 for length in model.lengths] == pytest.approx([0.5 + seconds + 0.2] * 2, abs=0.2)
+    model = TurnModelOf(False, False)
+    first, pause, resumed, last = semantic_turns(samples)
+    assert [turn.kind for turn in (first, pause, resumed, last)] == ["started", "paused", "resumed", "paused"]
+    assert not pause.may_end and not last.may_end
+    model = TurnModelOf(False)
+    turns = semantic_turns(np.concatenate([speech, np.tile(silence, 3)]))
+    assert [turn.kind for turn in turns] == ["started", "paused", "stopped"]
+    assert turns[2].at_ms - turns[1].at_ms == pytest.approx(2000 - 200, abs=40)
+
+
+@needs_vad
+def test_without_a_turn_model_turns_end_by_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_model, "find", lambda: None)
+    turns = semantic_turns(np.concatenate([recording("what is in the picture"), np.zeros(RATE, "<i2")]))
+    assert [turn.kind for turn in turns] == ["started", "paused", "stopped"] and turns[1].may_end
+    assert turns[2].at_ms - turns[1].at_ms == pytest.approx(400 - 200, abs=40)
+
+
+@pytest.mark.skipif(turn_model.find() is None, reason="the extra turn-model is not installed")
+def test_the_installed_turn_model() -> None:
+    """Questions to their ends, and the beginning of one."""
+    model, silence = turn_model.load(), np.zeros(3200, np.float32)
+    assert model is not None
+    sounds = {name: resample(recording(name) / np.float32(32768), RATE, 16000) for name in RECORDINGS}
+    ends = [model.is_complete(np.concatenate([sound, silence])) for sound in sounds.values()]
+    assert sum(ends) >= 8
+    begun = sounds["and where is it"]
+    assert not model.is_complete(np.concatenate([begun[: len(begun) // 2], silence]))
 
 
 @needs_vad

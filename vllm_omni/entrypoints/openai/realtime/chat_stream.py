@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -141,7 +141,13 @@ def as_chat_error(error: Exception) -> ChatError:
 
 
 async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits for its end."""
+    """Cancels a task and waits for its end, also when it is cancelled itself."""
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.wait([task])
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

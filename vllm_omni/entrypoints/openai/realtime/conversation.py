@@ -49,7 +49,7 @@ class Sound:
     Attributes:
         samples: int16 `[n]`.
         text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
-        num_spoken: The samples before its last pause, which an ASR stage reads; None: all of them.
+        num_spoken: The samples before its last pause, which are all that a model reads of it; None: all of them.
         address: Names it in messages, where only its session can use it.
     """
 
@@ -64,21 +64,21 @@ class Sound:
         return len(self.samples) / self.format.sample_rate
 
     @property
-    def spoken(self) -> Sound:
-        """What an ASR stage reads of it."""
-        return Sound(self.samples[: self.num_spoken], self.format)
+    def spoken(self) -> np.ndarray:
+        """What a model reads of it: int16 `[n]`."""
+        return self.samples[: self.num_spoken]
 
     @property
     def url(self) -> str:
         """The sound's address in messages; where another connector of vLLM's reads these, a WAV file of it."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
-        pcm = self.samples.astype("<i2").tobytes()
+        pcm = self.spoken.astype("<i2").tobytes()
         return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
 
     def decoded(self) -> tuple[np.ndarray, float]:
-        """float32 `[n]` in [-1, 1], and its samples per second."""
-        return self.samples.astype(np.float32) / 32768.0, self.format.sample_rate
+        """What a model reads of it: float32 `[n]` in [-1, 1], and its samples per second."""
+        return self.spoken.astype(np.float32) / 32768.0, self.format.sample_rate
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,17 @@ class Item:
         self.count_texts()
         for sound in self.sounds.values():
             budget.share(client, sound).set(sound.samples.nbytes)
+
+    def lengthen_sound(self, sound: Sound, budget: SessionBudget, client: bytes | str) -> None:
+        """Has its sound be all of one whose first `num_spoken` samples it has. What a model reads of it is as before.
+
+        Raises:
+            PipelineFullError: There is no room for it.
+        """
+        own = self.sounds[0]
+        budget.share(client, own).set(sound.samples.nbytes - own.samples.nbytes)
+        own.num_spoken = sound.num_spoken  # First: another thread may read it.
+        own.samples = sound.samples
 
     def count_pictures(self, budget: SessionBudget, client: bytes | str) -> None:
         """Counts its pictures, once they were fetched, as `count`."""

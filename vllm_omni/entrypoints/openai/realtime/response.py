@@ -37,6 +37,9 @@ from vllm_omni.errors import PipelineFullError
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
+_MAX_SPECULATIVE_S = 5.0
+"""That an answer waits for the end of its turn: a client may stop sending sound. It then ends."""
+
 _MS_PER_LETTER = 1000 / 15
 """Of speech that is not complete yet: about 150 words of English in a minute."""
 
@@ -47,7 +50,9 @@ class Response:
     Attributes:
         id: Its id.
         is_in_conversation: Whether its items belong to the conversation.
-        is_pending: Whether the words of its turn are not known yet; the client does not know of it.
+        is_pending: Whether the words of its turn are not known yet, or the turn has not ended; the client does not know
+            of it.
+        num_written: Tokens of its text that were read so far.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Response:
         metadata: dict[str, str] | None = None,
         turn: Item | None = None,
         window: PromptWindow | None = None,
+        is_speculative: bool = False,
     ) -> None:
         """
         Args:
@@ -68,10 +74,15 @@ class Response:
             conversation: Gets the output items; None: a response that is out of band.
             turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
             window: Shortens its prompt; None: one that is too long is an error.
+            is_speculative: Whether its turn may go on: it is made, at most `MAX_UNSENT_BYTES` of it, and has no events
+                before `promote`.
         """
         self.id = new_id("resp")
         self.is_in_conversation = conversation is not None
-        self.is_pending = turn is not None
+        self.is_pending = turn is not None or is_speculative
+        self._is_promoted = asyncio.Event()
+        if not is_speculative:
+            self._is_promoted.set()
         self._turn, self._window = turn, window
         self._session, self._settings = session, settings
         self._conversation_id = conversation_id
@@ -92,6 +103,7 @@ class Response:
         self._calls: dict[int, Call] = {}
         self._early_speech: list[np.ndarray] = []
         self._made_ms, self._text_length, self._is_made = 0.0, 0, False
+        self.num_written = 0
         self._usage: dict[str, Any] = {}
         self._mm_token_counts: Mapping[str, int] = {}
         self._num_cached_tokens = 0
@@ -109,6 +121,19 @@ class Response:
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
         self._task = asyncio.create_task(self._run())
+        return self._task
+
+    @property
+    def can_be_promoted(self) -> bool:
+        """Whether it is as good as a new one: it runs, and nothing has failed."""
+        return self._task is not None and not self._task.done() and self._error is None
+
+    def promote(self) -> asyncio.Task[None]:
+        """Its turn has ended: the client gets what has been made at once, and the rest as that of any other."""
+        assert self._task is not None
+        if self._window is not None:
+            self._window.promote()
+        self._is_promoted.set()
         return self._task
 
     async def cancel(self, reason: CancelReason) -> None:
@@ -135,7 +160,6 @@ class Response:
             if self._cancel_reason is None:
                 raise
             return
-        self.is_pending = False
         await self._answer()
 
     async def _has_words(self, turn: Item) -> bool:
@@ -151,6 +175,9 @@ class Response:
     async def _answer(self) -> None:
         reader = asyncio.create_task(self._read())
         try:
+            if not await self._wait_for_promotion():
+                return
+            self.is_pending = False
             await self._session.send("response.created", response=self._as_dict())
             await self._send_deltas()
             self._status, self._details = self._ended()
@@ -161,16 +188,29 @@ class Response:
         except asyncio.CancelledError:
             if self._cancel_reason is None:
                 raise
+            if self.is_pending:
+                return
             self._status, self._details = "cancelled", {"type": "cancelled", "reason": self._cancel_reason}
         finally:
-            await end(reader)
-            self._deltas.clear()
-            self._early_speech.clear()
-            self._unsent.release()
+            try:
+                await end(reader)
+            finally:
+                self._deltas.clear()
+                self._early_speech.clear()
+                self._unsent.release()
         item_status = "completed" if self._status == "completed" else "incomplete"
         for output in self._outputs:
             await output.finish(item_status)
         await self._session.send("response.done", response=self._as_dict())
+
+    async def _wait_for_promotion(self) -> bool:
+        """Whether it was promoted in time."""
+        try:
+            async with asyncio.timeout(_MAX_SPECULATIVE_S):
+                await self._is_promoted.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _fail(self, error: ChatError) -> None:
         self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
@@ -206,6 +246,7 @@ class Response:
     def _note(self, delta: ChatDelta) -> None:
         """How much was made, which may be more than is sent."""
         self._text_length += spoken_length(delta.text)
+        self.num_written = (delta.usage or {}).get("completion_tokens") or self.num_written
         if delta.speech is not None:
             self._made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speed
         self._note_in_item()

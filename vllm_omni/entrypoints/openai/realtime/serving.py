@@ -37,6 +37,7 @@ from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.event_session import Sessions, deny
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
 from vllm_omni.entrypoints.openai.realtime.session import Session
+from vllm_omni.entrypoints.openai.realtime.speculation import Speculations
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import OmniError
@@ -79,13 +80,18 @@ def can_converse(client: OmniEngineClient) -> bool:
 
 
 class ServingRealtime:
-    """The handler of the sessions."""
+    """The handler of the sessions.
+
+    Attributes:
+        speculations: Their speculative answers.
+    """
 
     def __init__(self, chat: OmniServingChat, state: State, args: Namespace, sessions: Sessions) -> None:
         self._secrets: ClientSecrets = state.client_secrets
         self._chat = chat
         self._model_names = served_names(state)
         self._sessions = sessions
+        self.speculations = Speculations(sessions.limits.max_realtime_speculative_responses)
         self._rules = SessionRules(chat.client, chat.asr_stage, limits_from(args, RequestLimits).max_media_parts)
         stage = final_stage(chat.client.config, "audio")
         self._sample_rate = (stage and stage.sample_rate) or DEFAULT_SAMPLE_RATE
@@ -141,6 +147,7 @@ class ServingRealtime:
             sample_rate=self._sample_rate,
             threads=self._threads,
             media=self._media,
+            speculations=self.speculations,
         )
 
 

@@ -35,11 +35,13 @@ from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.response import Response
+from vllm_omni.entrypoints.openai.realtime.speculation import Speculation, Speculations
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import flag
+from vllm_omni.errors import PipelineFullError
 
 MIN_TURN_S = 0.1  # As OpenAI's.
 
@@ -61,6 +63,7 @@ class Session(EventSession):
         sample_rate: int,
         threads: Executor,
         media: MediaFetcher,
+        speculations: Speculations,
     ) -> None:
         """
         Args:
@@ -69,6 +72,7 @@ class Session(EventSession):
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
             media: Reads the images of items.
+            speculations: Those of all sessions.
         """
         super().__init__(websocket, sessions)
         self._rules, self._media, self._chat, self._threads = rules, media, chat, threads
@@ -83,6 +87,7 @@ class Session(EventSession):
             budget=self._budget,
         )
         self._responses: dict[str, Response] = {}
+        self._speculation = Speculation(speculations)
         self._transcriptions = InputTranscriptions(self._context, values["model"])
         self._turn_id: str | None = None  # The id of the item that is spoken.
         self._paused_ms: int | None = None  # Its last pause.
@@ -103,7 +108,8 @@ class Session(EventSession):
         }
 
     async def _abort(self) -> None:
-        await asyncio.gather(*(response.close() for response in self._responses.values()), self._transcriptions.close())
+        responses = (response.close() for response in self._responses.values())
+        await asyncio.gather(*responses, self._speculation.close(), self._transcriptions.close())
 
     def _release(self) -> None:
         """Drops what it holds, which refers to it in circles."""
@@ -144,6 +150,7 @@ class Session(EventSession):
         if settings is not None:
             self._detector = TurnDetector(settings, self._buffer.format.sample_rate, self._buffer.end_ms, self._threads)
         self._turn_id = None
+        self._drop_speculation()
         self._idle.restart()
 
     # The input buffer.
@@ -207,9 +214,11 @@ class Session(EventSession):
         return int(1000 * self._limits.max_realtime_audio_s)
 
     async def _follow(self, turn: Turn) -> None:
-        """Speech has started, which interrupts a response, has paused, or has stopped, which asks for a response."""
+        """Speech has started, which interrupts a response; has paused, when the answer is begun, or gone on; or has
+        stopped, which asks for a response."""
         settings = self._values["audio"]["input"]["turn_detection"]
         if turn.kind == "started":
+            self._drop_speculation()
             self._turn_id, self._paused_ms = new_id("item"), None
             self._idle.stop()
             self._buffer.drop_before(turn.at_ms)
@@ -218,9 +227,14 @@ class Session(EventSession):
                 await response.cancel("turn_detected")
             return
         if turn.kind == "paused":
-            if self._chat.asr_stage is not None and self._turn_id is not None:
+            if self._turn_id is not None:
                 self._paused_ms = turn.at_ms
-                self._transcriptions.guess(self._buffer.copy(turn.at_ms), self._rules.asr_settings(self._values))
+                may_be_answered = turn.may_end and settings["create_response"]
+                self._speculate(self._turn_id, self._buffer.copy(turn.at_ms), may_be_answered)
+            return
+        if turn.kind == "resumed":
+            self._paused_ms = None
+            self._drop_speculation()
             return
         item_id = self._turn_id or new_id("item")
         await self._send("input_audio_buffer.speech_stopped", audio_end_ms=turn.at_ms, item_id=item_id)
@@ -229,10 +243,49 @@ class Session(EventSession):
         sound.num_spoken = num_spoken
         if sound.seconds < MIN_AUDIO_SECONDS:  # The client has committed or cleared it.
             self._turn_id = None
+            self._drop_speculation()
             return
-        item = await self._commit_sound(sound, item_id)
-        if settings["create_response"]:
-            await self._respond(None, None if self._chat.asr_stage is None else item)
+        try:
+            item = await self._commit_sound(sound, item_id)
+            if settings["create_response"]:
+                await self._respond(None, None if self._chat.asr_stage is None else item)
+        finally:
+            self._speculation.drop()  # Unless it was promoted.
+
+    def _speculate(self, item_id: str, sound: Sound, may_be_answered: bool) -> None:
+        """Begins what follows if the turn ends with this pause: its transcript, and perhaps its answer."""
+        asr_settings, by_stage = self._rules.asr_settings(self._values), self._chat.asr_stage is not None
+        if by_stage:
+            self._transcriptions.speculate(sound, asr_settings)
+        self._speculation.drop()
+        if not may_be_answered or self._active() or not self._has_room_for(sound):
+            return
+        turn, items = _make_turn(item_id, sound, asr_settings), self._items_to_read()
+        try:
+            turn.count(self._budget, self._client.client)
+            settings = self._rules.for_response(self._values, None)
+            heard = turn if by_stage else None
+            response = self._make_response(settings, [*items, turn], turn=heard, is_speculative=True)
+        except (EventError, PipelineFullError):
+            return
+        self._watch(self._speculation.start(turn, response, settings, items))
+
+    def _has_room_for(self, sound: Sound) -> bool:
+        """Whether the answer to a sound may be begun: the server has room, and nothing has to leave the session."""
+        conversation, limit_s = self._conversation, self._limits.max_realtime_audio_s
+        return (
+            sound.seconds >= MIN_AUDIO_SECONDS
+            and len(conversation) < _MAX_ITEMS
+            and conversation.num_chars <= self._limits.max_realtime_text_bytes
+            and (self._chat.asr_stage is not None or conversation.seconds + sound.seconds <= limit_s)
+            and self._speculation.has_room
+            and self._chat.client.has_idle_room()
+        )
+
+    def _drop_speculation(self) -> None:
+        """The turn goes on, or is none: nothing of what was begun is needed."""
+        self._transcriptions.drop_speculative()
+        self._speculation.drop()
 
     async def _answer_silence(self) -> None:
         """The user has said nothing for `idle_timeout_ms`: the silence is a turn, and the model may ask for one."""
@@ -262,15 +315,17 @@ class Session(EventSession):
         self._turn_id = self._paused_ms = None
         self._idle.stop()
         await self._make_room()
-        content = [{"type": "input_audio", "transcript": None}]
-        data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
-        item = Item({**data, "content": content}, {0: sound}, self._rules.asr_settings(self._values))
         self._buffer_share.set(self._buffer.num_bytes)  # It has less than before.
-        item.count(self._budget, self._client.client)
+        asr_settings = self._rules.asr_settings(self._values)
+        if (item := self._speculation.turn_of(sound, item_id, asr_settings)) is not None:
+            item.lengthen_sound(sound, self._budget, self._client.client)
+        else:
+            item = _make_turn(item_id, sound, asr_settings)
+            item.count(self._budget, self._client.client)
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
-            self._watch(self._transcriptions.start(item, sound, settings))
+            self._watch(self._transcriptions.start(item, item.sounds[0], settings))
         return item
 
     async def _clear(self, event: Any) -> None:
@@ -357,7 +412,7 @@ class Session(EventSession):
         if len(self._responses) >= _MAX_RESPONSES:
             raise EventError(f"a session runs at most {_MAX_RESPONSES} responses at once", code="too_many_responses")
         settings = self._rules.for_response(self._values, params)
-        items = self._conversation.read_items() if self._truncates else list(self._conversation)
+        items = self._items_to_read()
         has_own_input = params is not None and params.input is not None
         if params is not None and params.input is not None:
             asr_settings = self._rules.asr_settings(self._values)
@@ -368,29 +423,49 @@ class Session(EventSession):
                     item.count(self._budget, self._client.client)
                     await self._read_images(item, num_images, f"response.input[{i}]")
                 num_images += len(item.images)
-        window = None
-        if self._truncates:
-            lasts = in_conversation and not has_own_input
-            window = PromptWindow(settings, items, self._rules.prompt_limits, lasts=lasts)
-        try:
-            response = Response(
-                self._context,
-                settings,
-                items,
-                self._conversation if in_conversation else None,
-                self._conversation_id if in_conversation else None,
-                None if params is None else params.metadata,
-                turn,
-                window,
-            )
-        except (VLLMClientError, ValueError) as error:
-            raise EventError(f"the response cannot be made: {error}", "response") from error
+        if (promoted := self._speculation.promote(settings, items) if params is None else None) is not None:
+            response, task = promoted
+        else:
+            lasts, metadata = in_conversation and not has_own_input, None if params is None else params.metadata
+            response = self._make_response(settings, items, in_conversation, lasts, metadata, turn)
+            task = response.start()
+            self._watch(task)
         self._responses[response.id] = response
         if in_conversation:
             self._idle.stop()
-        task = response.start()
         task.add_done_callback(lambda _: self._end_response(response))
-        self._watch(task)
+
+    def _items_to_read(self) -> list[Item]:
+        """What a response reads of the conversation."""
+        return self._conversation.read_items() if self._truncates else list(self._conversation)
+
+    def _make_response(
+        self,
+        settings: Values,
+        items: list[Item],
+        in_conversation: bool = True,
+        lasts: bool = True,
+        metadata: dict[str, str] | None = None,
+        turn: Item | None = None,
+        is_speculative: bool = False,
+    ) -> Response:
+        """Makes a response; the arguments are those of `Response` and `PromptWindow`.
+
+        Raises:
+            EventError: They make no request.
+        """
+        window = None
+        if self._truncates:
+            limits = self._rules.prompt_limits
+            window = PromptWindow(settings, items, limits, lasts=lasts, is_speculative=is_speculative)
+        conversation = self._conversation if in_conversation else None
+        conversation_id = self._conversation_id if in_conversation else None
+        try:
+            return Response(
+                self._context, settings, items, conversation, conversation_id, metadata, turn, window, is_speculative
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise EventError(f"the response cannot be made: {error}", "response") from error
 
     def _end_response(self, response: Response) -> None:
         del self._responses[response.id]
@@ -408,3 +483,9 @@ class Session(EventSession):
                 None if event.response_id is None else "response_id",
                 "response_cancel_not_active",
             )
+
+
+def _make_turn(item_id: str, sound: Sound, asr_settings: Values) -> Item:
+    content = [{"type": "input_audio", "transcript": None}]
+    data = {"id": item_id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user"}
+    return Item({**data, "content": content}, {0: sound}, asr_settings)

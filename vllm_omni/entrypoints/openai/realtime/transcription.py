@@ -30,7 +30,7 @@ async def write_texts(session: SessionContext, items: Iterable[Item]) -> None:
         ChatError: It failed.
     """
     sounds = [(sound, item.asr_settings) for item in items for sound in item.sounds.values() if sound.text is None]
-    texts = await _transcripts(session, [(sound.spoken, settings) for sound, settings in sounds])
+    texts = await _transcripts(session, sounds)
     for (sound, _), text in zip(sounds, texts, strict=True):
         sound.text = text
 
@@ -57,7 +57,7 @@ class InputTranscriptions:
         """
         self._session, self._model = session, model
         self._tasks: set[asyncio.Task[None]] = set()
-        self._guess: asyncio.Task[None] | None = None
+        self._speculative: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def start(self, item: Item, sound: Sound, settings: Values) -> asyncio.Task[None]:
@@ -71,20 +71,24 @@ class InputTranscriptions:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def guess(self, sound: Sound, settings: Values) -> None:
+    def speculate(self, sound: Sound, settings: Values) -> None:
         """Begins the transcript of a sound that may be all that the user says. What then needs it finds it, with the
-        same samples and parameters, at the ASR stage; the one before is aborted, unless something waits for it.
+        same samples and parameters, at the ASR stage; the one before is dropped.
 
         Args:
             settings: Values of the ASR stage's parameters.
         """
-        if self._guess is not None:
-            self._guess.cancel()
-        self._guess = asyncio.create_task(self._write_guess(sound, settings))
-        self._tasks.add(self._guess)
-        self._guess.add_done_callback(self._tasks.discard)
+        self.drop_speculative()
+        self._speculative = asyncio.create_task(self._write_speculative(sound, settings))
+        self._tasks.add(self._speculative)
+        self._speculative.add_done_callback(self._tasks.discard)
 
-    async def _write_guess(self, sound: Sound, settings: Values) -> None:
+    def drop_speculative(self) -> None:
+        """Aborts the transcript that `speculate` has begun, unless something else waits for it."""
+        if self._speculative is not None:
+            self._speculative.cancel()
+
+    async def _write_speculative(self, sound: Sound, settings: Values) -> None:
         with suppress(ChatError):  # What needs it fails with the same error, or has a transcript.
             await _transcripts(self._session, [(sound, settings)])
 

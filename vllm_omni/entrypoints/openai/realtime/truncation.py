@@ -53,14 +53,24 @@ class _Attempt:
 class PromptWindow:
     """Makes the prompt of one response. See `RequestContext.fit_prompt`."""
 
-    def __init__(self, settings: Values, items: Sequence[Item], limits: PromptLimits, *, lasts: bool) -> None:
+    def __init__(
+        self,
+        settings: Values,
+        items: Sequence[Item],
+        limits: PromptLimits,
+        *,
+        lasts: bool,
+        is_speculative: bool = False,
+    ) -> None:
         """
         Args:
             settings: The configuration of the response; its truncation is not `disabled`.
             items: What the response may read, the oldest first.
             lasts: Whether what has left the prompt is not in later ones either, which then begin as this one does.
+            is_speculative: Whether this takes effect only by `promote`.
         """
         self._settings, self._items, self._limits, self._lasts = settings, items, limits, lasts
+        self._is_speculative, self._left = is_speculative, items[:0]
         truncation = settings["truncation"]
         options = truncation if isinstance(truncation, Mapping) else {}
         self._ratio: float = options.get("retention_ratio", 1.0)
@@ -94,10 +104,19 @@ class PromptWindow:
         if tried.error is not None:
             raise tried.error
         vars(request).update(vars(tried.request))  # Tools' parsers have set fields, too.
-        if self._lasts:
-            for item in self._items[: starts[chosen]]:
-                item.is_read = False
+        self._left = self._items[: starts[chosen]]
+        self._mark_left()
         return tried.result
+
+    def promote(self) -> None:
+        """Has what has left, or will leave, its prompt be out of later ones."""
+        self._is_speculative = False
+        self._mark_left()
+
+    def _mark_left(self) -> None:
+        if self._lasts and not self._is_speculative:
+            for item in self._left:
+                item.is_read = False
 
     async def _search(
         self, starts: Sequence[int], limit: float, attempt: Callable[[list[Message]], Awaitable[_Attempt]]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds when a user speaks, and stays silent: silero-vad over the session's sound. Needs the extra `realtime`.
+With `semantic_vad` a turn model, if one is installed, judges at each pause whether the turn has ended.
 
 The package's TorchScript model is run with a state of our own for each session, so that all sessions share its weights.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_omni.entrypoints.openai.audio_formats import SpeechFilter
+from vllm_omni.entrypoints.openai.realtime import turn_model
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.extras import install_command
 
@@ -27,7 +30,7 @@ _WINDOW, _CONTEXT = 512, 64
 """Samples that the model reads at a time, and those before them that it reads again."""
 _HYSTERESIS = 0.15  # Speech ends below the threshold by this much, as in silero-vad.
 _PAUSE_MS = 200
-"""Of silence within a turn: it may be the end, and a transcript is begun."""
+"""Of silence within a turn: it may be the end, and its transcript and answer are begun."""
 
 _DEFAULTS: dict[str, Any] = {"create_response": True, "interrupt_response": True}
 _SERVER_VAD: dict[str, Any] = {
@@ -35,7 +38,11 @@ _SERVER_VAD: dict[str, Any] = {
 }  # fmt: skip
 _SEMANTIC_VAD: dict[str, Any] = {**_DEFAULTS, "eagerness": "auto"}
 _SILENCE_MS = {"low": 1200, "medium": 800, "auto": 800, "high": 400}
-"""No model here judges whether a sentence is complete: `eagerness` sets how long silence lasts at a turn's end."""
+"""How long silence lasts at a turn's end, by `eagerness`, where no model judges whether a turn is complete."""
+_MAX_SILENCE_MS = {"low": 8000, "medium": 4000, "auto": 4000, "high": 2000}
+"""At the end of a turn that the model takes for incomplete: OpenAI's."""
+_NUM_WINDOWS_BEFORE = 16
+"""Half a second before the speech of a turn, which the model reads, too."""
 _MAX_MS = 10_000
 _MIN_IDLE_MS, _MAX_IDLE_MS = 1_000, 60_000
 
@@ -82,14 +89,17 @@ def _model() -> Any:
 
 @dataclass(frozen=True)
 class Turn:
-    """Speech has started, paused or stopped. It stops after a pause, unless the silence of a turn's end is shorter.
+    """Speech has started, paused, resumed or stopped. It stops after a pause, unless the silence of a turn's end is
+    shorter.
 
     Attributes:
         at_ms: When, in the sound of the session. A start is `prefix_padding_ms` before the speech.
+        may_end: Of a pause: whether no model has judged that the turn goes on.
     """
 
-    kind: Literal["started", "paused", "stopped"]
+    kind: Literal["started", "paused", "resumed", "stopped"]
     at_ms: int
+    may_end: bool = True
 
 
 class TurnDetector:
@@ -107,7 +117,11 @@ class TurnDetector:
         self._start_ms = start_ms
         self._prefix_ms = settings.get("prefix_padding_ms", _SERVER_VAD["prefix_padding_ms"])
         self._threshold = settings.get("threshold", _SERVER_VAD["threshold"])
-        self._silence_ms = settings.get("silence_duration_ms") or _SILENCE_MS.get(settings.get("eagerness", ""), 0)
+        eagerness = settings.get("eagerness")
+        self._has_turn_model = eagerness is not None and turn_model.find() is not None
+        silences = _MAX_SILENCE_MS if self._has_turn_model else _SILENCE_MS
+        self._silence_ms = settings.get("silence_duration_ms") or silences.get(eagerness or "", 0)
+        self._heard: deque[np.ndarray] = deque(maxlen=turn_model.MAX_SECONDS * SAMPLE_RATE // _WINDOW)
         self._filter = SpeechFilter(sample_rate, SAMPLE_RATE, 1.0, 1)
         self._rest = np.zeros(0, np.float32)
         self._context = torch.zeros(1, _CONTEXT)
@@ -142,6 +156,8 @@ class TurnDetector:
         while len(self._rest) >= _WINDOW:
             window, self._rest = self._rest[:_WINDOW], self._rest[_WINDOW:]
             self._num_read += _WINDOW
+            if self._has_turn_model:
+                self._heard.append(window)
             if turn := self._judge(self._probability(window)):
                 yield turn
 
@@ -158,18 +174,28 @@ class TurnDetector:
             if probability < self._threshold:
                 return None
             self._speech_end = self._num_read
+            while len(self._heard) > _NUM_WINDOWS_BEFORE:
+                self._heard.popleft()
             speech_ms = self._start_ms + _ms(self._num_read - _WINDOW)
             return Turn("started", max(self._start_ms, speech_ms - self._prefix_ms))
         silence_ms = _ms(self._num_read - self._speech_end)
         if probability >= self._threshold - _HYSTERESIS:
-            self._speech_end, self._is_paused = self._num_read, False
-        elif silence_ms >= self._silence_ms:
+            self._speech_end, was_paused = self._num_read, self._is_paused
+            self._is_paused = False
+            return Turn("resumed", self._start_ms + _ms(self._num_read - _WINDOW)) if was_paused else None
+        at_ms, pauses = self._start_ms + _ms(self._num_read), silence_ms >= _PAUSE_MS and not self._is_paused
+        if silence_ms >= self._silence_ms or (pauses and self._is_complete()):
             self._speech_end, self._is_paused = None, False
-            return Turn("stopped", self._start_ms + _ms(self._num_read))
-        elif silence_ms >= _PAUSE_MS and not self._is_paused:
+            return Turn("stopped", at_ms)
+        if pauses:
             self._is_paused = True
-            return Turn("paused", self._start_ms + _ms(self._num_read))
+            return Turn("paused", at_ms, may_end=not self._has_turn_model)
         return None
+
+    def _is_complete(self) -> bool:
+        """Whether a model judges that the turn has ended with this pause."""
+        model = turn_model.load() if self._has_turn_model else None
+        return model is not None and model.is_complete(np.concatenate(self._heard))
 
 
 class IdleTimeout:

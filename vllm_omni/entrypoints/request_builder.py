@@ -508,7 +508,9 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
         return given
     media = prompt.get("multi_modal_data") or {}
     if stage.accepts == "audio":
-        given.tensors = {"audio": read_sound(media.get("audio"), "audio", SOUND_RATE, MAX_SOUND_S)}
+        if "audio" not in media:
+            raise ValueError("there is no sound; give it as multi_modal_data['audio']")
+        given.tensors = {"audio": read_sound(media["audio"], "audio", SOUND_RATE, MAX_SOUND_S)}
     else:
         images = read_images({"image": media.get("image")}, MAX_PIXELS)
         if len(images) != 1:

@@ -68,7 +68,7 @@ def request_video(app: FastAPI, **request: Any) -> bytes:
 
 
 def difference(one: bytes, other: bytes) -> float:
-    """The mean one of the pixels of two videos, of 255."""
+    """The mean one of the pixels of two videos, of 255; 0, or about 1, for two files of the same frames."""
     frames = []
     for file in (one, other):
         with av.open(io.BytesIO(file)) as container:
@@ -84,7 +84,8 @@ def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
     params = {**SETTINGS, "extra_args": ARGUMENTS, "output_format": "mp4"}
     (expected,) = asyncio.run(made(llm, prompt, params)).videos
     (other,) = asyncio.run(made(llm, {"prompt": "a boat"}, params)).videos
-    assert difference(other, expected) > 5
+    away = difference(other, expected)
+    assert away > 20
 
     body = {"prompt": "a boat", **SETTINGS, "extra_args": ARGUMENTS}
     fields = {**SETTINGS, "prompt": "a boat", **{f"extra_args[{name}]": value for name, value in ARGUMENTS.items()}}
@@ -96,7 +97,7 @@ def test_conditions_are_objects_with_media(video_app: FastAPI) -> None:
         {"data": {**fields, **parts}, "files": files},
         {"data": {**fields, "conditions": json.dumps(CONDITIONS)}},
     ):
-        assert difference(request_video(video_app, **request), expected) < 1, [*request]
+        assert difference(request_video(video_app, **request), expected) < away / 10, [*request]
 
 
 @pytest.mark.slow

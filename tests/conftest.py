@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_timeout
 
+from tests.forked_programs import QuickForkServer
 from tests.servers import ENDLESS_STEPS, SMALL_CSM, SMALL_VLLM, RunningServer
+from vllm_omni.entrypoints import omni_base
 
 if TYPE_CHECKING:
     from tests.simulated_device import SimulatedDevice
@@ -26,6 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 gc.disable()  # While modules are imported it finds nothing and takes a fifth of the time.
+omni_base.ForkServer = QuickForkServer  # type: ignore[misc]  # Pipelines start without imports.
 
 
 # One process runs the files that share something: the folders with engines, and files that declare the same group.

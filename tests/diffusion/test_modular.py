@@ -22,7 +22,6 @@ from tests.diffusion.indexes import make_processor
 from tests.diffusion.tiny_calls import make_image
 from tests.diffusion.tiny_modular import CALLS, CLASSES, BareModular, write_modular
 from tests.diffusion.watched_engine import WatchedEngine
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.input_processor import DiffusionInputProcessor
@@ -131,9 +130,7 @@ def test_the_folder_is_all_that_a_pipeline_needs(
     adapter = write_tiny_diffusion_lora(tiny_diffusion("z_image"), tmp_path / "adapter", 1)
     settings = {**SMALL, "seed": 3, "output_format": "np", "preview_every": 2, "guidance_scale": 3.0}
     settings["extra_args"] = {"max_sequence_length": settings.pop("max_sequence_length")}
-    with quick_servers():
-        llm = OmniLLM(str(moved), preview_size=32)
-    with llm:
+    with OmniLLM(str(moved), preview_size=32) as llm:
         events = list(llm.generate("a hen", settings, stream=True, lora_request=LoRARequest("style", 1, str(adapter))))
         plain = llm.generate("a hen", settings, use_tqdm=False)[0].images[0]
 

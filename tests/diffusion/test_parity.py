@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from tests.diffusion.tiny_calls import NEED_PACKAGES, SMALLEST, images_for, make_image
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
@@ -105,9 +104,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def llm(name: str, tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
-    with quick_servers():
-        llm = OmniLLM(str(tiny_diffusion(name)), batch_wait_ms=50)  # so that they do meet
-    with llm:
+    with OmniLLM(str(tiny_diffusion(name)), batch_wait_ms=50) as llm:  # so that they do meet
         yield llm
 
 

@@ -45,7 +45,6 @@ _LONG_FILES = (
     "tests/diffusion/test_parallel_denoiser.py", "tests/coloured_shapes/test_quality.py",
     "tests/stage/test_watchdog.py", "tests/diffusion/test_parity.py", "tests/docs/test_quickstart.py",
     "tests/scripts/test_run_tests.py", "tests/talk/test_talk.py", "tests/testing/test_tiny_checkpoints.py",
-    "tests/testing/test_tiny_pipelines.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.diffusion.tiny_calls import NEED_PACKAGES, SMALLEST, images_for, make_image
@@ -121,10 +122,8 @@ def test_a_request_alone_and_in_a_batch_equals_diffusers(
 ) -> None:
     requests = different_requests(name)
     oracle = DiffusersOracle(tiny_diffusion(name))
-    expected = [
-        oracle.generate_all(request.prompt, seed=request.seed, images=request.images, **request.call)
-        for request in requests
-    ]
+    expected = [generate(oracle, request) for request in requests]
+    check_reference(name, oracle, requests, [outputs[0] for outputs in expected])
 
     assert_equal(made_by(llm, requests[0]), expected[0])
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -133,6 +132,43 @@ def test_a_request_alone_and_in_a_batch_equals_diffusers(
         assert_equal(one, other)
 
 
+def generate(oracle: DiffusersOracle, request: Request) -> list[torch.Tensor]:
+    return oracle.generate_all(request.prompt, seed=request.seed, images=request.images, **request.call)
+
+
+def check_reference(name: str, oracle: DiffusersOracle, requests: list[Request], expected: list[torch.Tensor]) -> None:
+    """A reference whose output hardly depends on its inputs would prove nothing."""
+
+    def difference(made: torch.Tensor, changed: Request) -> float:
+        return float((generate(oracle, changed)[0] - made).abs().mean())
+
+    first, made = requests[0], expected[0]
+    for changed in (first._replace(seed=9), first._replace(prompt="the wind in a tree at night")):
+        assert difference(made, changed) > 0.1 * made.std()
+    if made.shape[-1] in (3, 4):  # pixels
+        assert made.std() > 0.1 and ((made == 0) | (made == 1)).float().mean() < 0.1
+    if "negative_prompt" in GUIDED[name]:
+        call = {**first.call, "true_cfg_scale": 4.0} if name == "flux" else first.call
+        dark, bright = (first._replace(call={**call, "negative_prompt": word}) for word in ("dark", "very bright"))
+        assert difference(generate(oracle, dark)[0], bright) > 0.01
+    seeing = [index for index, request in enumerate(requests) if request.images]
+    for index in seeing[:1]:
+        flipped = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in requests[index].images]
+        # Of layers, attention reads little else.
+        least = 0.003 if name == "qwen_image_layered" else 0.01
+        assert difference(expected[index], requests[index]._replace(images=flipped)) > least
+
+
 def assert_equal(made: list[np.ndarray], expected: list[torch.Tensor]) -> None:
     for one, other in zip(made, expected, strict=True):
         np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=1e-4)
+
+
+def test_the_oracle_equals_the_pipeline(tiny_diffusion: Callable[[str], Path]) -> None:
+    path, call = tiny_diffusion("z_image"), SMALLEST["z_image"]
+    pipe = DiffusionPipeline.from_pretrained(path)
+    expected = pipe("a red cat", generator=torch.Generator().manual_seed(3), output_type="np", **call)
+    oracle = DiffusersOracle(path)
+
+    assert torch.equal(oracle.generate("a red cat", seed=3, **call), torch.from_numpy(expected.images[0]))
+    assert oracle.generate("a red cat", seed=3, output_type="latent", **call).shape == (16, 8, 8)

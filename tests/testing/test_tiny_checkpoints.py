@@ -126,10 +126,8 @@ def test_the_printed_size_includes_subfolders(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni_moe"])
+@pytest.mark.parametrize("name", ["qwen3_omni_moe", "z_image"])
 def test_the_large_size_is_large(name: str, tmp_path: Path) -> None:
-    path = write_tiny_checkpoint(name, tmp_path, size="large")
-    config = AutoConfig.from_pretrained(path)
+    write_tiny_checkpoint(name, tmp_path, size="large")
 
-    assert config.thinker_config.text_config.hidden_size >= 512
-    assert (path / "model.safetensors").stat().st_size < 300e6
+    assert 20e6 < max(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 300e6

@@ -65,8 +65,9 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_one_that_fails_fails_the_run(run: Run) -> None:
+def test_what_fails_is_named_and_its_teardown_has_a_time_limit(run: Run) -> None:
     code, results, output = run("""
+        import threading
         import pytest
 
         def test_good():
@@ -76,12 +77,21 @@ def test_one_that_fails_fails_the_run(run: Run) -> None:
             @pytest.mark.parametrize("value", ["a-1"])
             def test_bad(self, value):
                 assert value == "b"
+
+        @pytest.fixture
+        def endless():
+            yield
+            threading.Event().wait()
+
+        @pytest.mark.timeout(1)
+        def test_worse(endless):
+            assert False
     """)
     assert code == 1
-    assert results["failed"] == ["test_it.py::TestAll::test_bad[a-1]"]
+    assert results["failed"] == ["test_it.py::TestAll::test_bad[a-1]", "test_it.py::test_worse"]
     assert results["problems"] == []
-    report = output[output.rindex("failed: 1") :]
-    assert "planned  it" in report and report.index("slowest: 3") < report.index("times: 1")
+    report = output[output.rindex("failed: 2") :]
+    assert "planned  it" in report and report.index("slowest: 4") < report.index("times: 1")
 
 
 HANGS = {
@@ -183,24 +193,6 @@ def test_sigterm_ends_all_processes(tmp_path: Path) -> None:
             process.terminate()
     assert process.returncode == 1
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-
-
-def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:
-    code, results, _ = run("""
-        import threading
-        import pytest
-
-        @pytest.fixture
-        def endless():
-            yield
-            threading.Event().wait()
-
-        @pytest.mark.timeout(1)
-        def test_bad(endless):
-            assert False
-    """)
-    assert code == 1
-    assert results["failed"] == ["test_it.py::test_bad"] and results["problems"] == []
 
 
 def test_the_report_names_the_tests_with_the_largest_memory(tmp_path: Path) -> None:

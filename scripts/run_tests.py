@@ -46,7 +46,7 @@ KEPT_BY_LIBRARIES = ("pytest-of-", "torchinductor_", "vllm_dist_", "gradio", "ra
 makes when it is imported, and Ray's logs."""
 WORKER_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """Sockets that vLLM's workers on another machine leave there if it dies; tests have one directory for both machines."""
-MEASURE_EVERY_S = 10
+MEASURE_EVERY_S = 30
 """Of the memory: to read it takes tens of milliseconds for each process."""
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

@@ -2,6 +2,7 @@
 """Models of transformers that transcribe: their texts are those of transformers alone."""
 
 import base64
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -41,17 +42,15 @@ JOINS = {"wav2vec2": True, "hubert": True, "parakeet_ctc": True}
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes the checkpoint of a family once."""
-    written: dict[str, Path] = {}
 
     def write(family: str) -> Path:
         if family in NEEDS:
             pytest.importorskip(NEEDS[family])
-        if family not in written:
-            written[family] = tmp_path_factory.mktemp(family)
-            WRITERS[family](written[family])
-        return written[family]
+        folder = tmp_path_factory.mktemp(family)
+        WRITERS[family](folder)
+        return folder
 
-    return write
+    return functools.cache(write)
 
 
 def function_of(path: Path, **engine_args: Any) -> TranscriptionFunction:
@@ -145,33 +144,22 @@ def test_a_long_sound_is_cut(tiny: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WRITERS)
-class TestParity:
-    def test_one_by_one(self, family: str, tiny: Callable[[str], Path]) -> None:
-        path = tiny(family)
-        function = function_of(path)
-        texts = []
-        for sound in SOUNDS:
-            expected = TEXTS[family](path, resampled(function, sound))
-            assert run(function, sound)[0]["text"] == expected
-            texts.append(expected)
-        assert len(set(texts)) > 1 and sum(map(bool, texts)) > 1
-
-    def test_together(self, family: str, tiny: Callable[[str], Path]) -> None:
-        function = function_of(tiny(family))
-        alone = [run(function, sound)[0]["text"] for sound in SOUNDS]
-        for _ in range(2):  # The first call finds out whether sounds are joined.
-            assert [found["text"] for found in run(function, *SOUNDS)] == alone
-        assert function._joins is JOINS.get(family, False)
-
-    def test_times(self, family: str, tiny: Callable[[str], Path]) -> None:
-        function = function_of(tiny(family))
-        if not function.opened.has_times:
-            assert "timestamps" not in function.parameters.__struct_fields__
-            return
-        (found,) = run(function, SOUNDS[1], timestamps=True)
-        starts, ends = found["word_times"].unbind(1)
-        assert len(starts) == len(found["text"].split())
-        assert (ends > starts).all() and (starts[1:] >= starts[:-1]).all() and ends[-1] <= SECONDS[1] + 0.2
+def test_sounds_alone_and_together(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
+    function = function_of(path)
+    alone = [run(function, sound)[0]["text"] for sound in SOUNDS]
+    assert alone == [TEXTS[family](path, resampled(function, sound)) for sound in SOUNDS]
+    assert len(set(alone)) > 1 and sum(map(bool, alone)) > 1
+    for _ in range(2):  # The first call finds out whether sounds are joined.
+        assert [found["text"] for found in run(function, *SOUNDS)] == alone
+    assert function._joins is JOINS.get(family, False)
+    if not function.opened.has_times:
+        assert "timestamps" not in function.parameters.__struct_fields__
+        return
+    (found,) = run(function, SOUNDS[1], timestamps=True)
+    starts, ends = found["word_times"].unbind(1)
+    assert len(starts) == len(found["text"].split())
+    assert (ends > starts).all() and (starts[1:] >= starts[:-1]).all() and ends[-1] <= SECONDS[1] + 0.2
 
 
 def resampled(function: TranscriptionFunction, sound: np.ndarray) -> np.ndarray:

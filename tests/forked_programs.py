@@ -109,15 +109,28 @@ class _ServerProcess(_Fork):
 class QuickForkServer(ForkServer):
     """A `ForkServer` that is itself a fork; only its start differs."""
 
+    def preload(self, modules: Sequence[str]) -> None:
+        if _import_slow(modules) and not self._has_forked:
+            with self._lock:
+                self._end()
+                self._launch()
+        super().preload(modules)
+
     def _launch(self) -> None:
-        slow = [module for module in self._modules if module.startswith(_SLOW_IMPORTS)]
-        if missing := [module for module in slow if module not in imported().modules]:
-            imported().preload(missing)
+        _import_slow(self._modules)
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             process = _ServerProcess(imported(), {"modules": self._modules, "path": sys.path, "env": dict(os.environ)})
             socket.send_fds(process._process._lifeline, [b"control"], [server_end.fileno()])
         self._process = process
+
+
+def _import_slow(modules: Sequence[str]) -> bool:
+    """Imports what takes long for all fork servers; whether that is news."""
+    missing = [it for it in modules if it.startswith(_SLOW_IMPORTS) and it not in imported().modules]
+    if missing:
+        imported().preload(missing)
+    return bool(missing)
 
 
 class _Imported(ForkServer):

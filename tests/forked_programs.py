@@ -24,6 +24,7 @@ from typing import Any
 
 import setproctitle
 
+from vllm_omni.entrypoints import omni_base
 from vllm_omni.launch import fork_server
 from vllm_omni.launch.fork_server import ForkedStageProcess, ForkServer, wait_for_all
 
@@ -88,6 +89,13 @@ class ForkedProgram(_Fork):
         argv = [str(script), *map(str, arguments)]
         env = {**os.environ, **(env or {})}
         super().__init__(imported(), {"argv": argv, "output": str(output), "cwd": os.getcwd(), "env": env})
+
+
+class _ForkedForkServer(ForkServer):
+    """That of a program, which has imported what it needs. As in `vllm serve`, if the program has no threads yet."""
+
+    def __init__(self, preload: Sequence[str] = (), *, from_this_process: bool = False) -> None:
+        super().__init__(preload, from_this_process=True)
 
 
 class _ServerProcess(_Fork):
@@ -189,6 +197,7 @@ def _run_program(argv: Sequence[str], output: str, cwd: str, env: Mapping[str, s
     sys.argv[:] = argv
     setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
     code, is_interrupted = 1, False
+    omni_base.ForkServer = _ForkedForkServer  # type: ignore[misc]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

@@ -53,7 +53,7 @@ def recognize(tmp_path_factory: pytest.TempPathFactory) -> Callable[[np.ndarray,
         start = f"<|startoftranscript|><|{language}|><|transcribe|><|notimestamps|>"
         written = processor.tokenizer(start, add_special_tokens=False, return_tensors="pt").input_ids
         with torch.no_grad():
-            heard = model.get_encoder()(sound.input_features)
+            heard = model.model.encoder(sound.input_features)
             while written[0, -1] != model.config.eos_token_id and written.shape[1] < 160:
                 token = model(encoder_outputs=heard, decoder_input_ids=written).logits[:, -1:].argmax(-1)
                 written = torch.cat([written, token], dim=1)

@@ -509,7 +509,7 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
     media = prompt.get("multi_modal_data") or {}
     if stage.accepts == "audio":
         if "audio" not in media:
-            raise ValueError("there is no sound; give it as multi_modal_data['audio']")
+            raise ValueError("there is no sound: multi_modal_data['audio'] must be (waveform, samples per second)")
         given.tensors = {"audio": read_sound(media["audio"], "audio", SOUND_RATE, MAX_SOUND_S)}
     else:
         images = read_images({"image": media.get("image")}, MAX_PIXELS)

@@ -19,7 +19,7 @@ def names(text: str) -> set[str]:
 
 def test_stable_names() -> None:
     (imports,) = re.findall(r"^The names of `vllm_omni` are (.*?)\. ", TEXT, re.DOTALL | re.MULTILINE)
-    (authors,) = re.findall(r"^## For authors of models\s+(.*?), which are names", TEXT, re.DOTALL | re.MULTILINE)
+    (authors,) = re.findall(r"^## For authors of models\s+(.*?),\s+which\s+are\s+names", TEXT, re.DOTALL | re.MULTILINE)
     assert names(imports) | names(authors) == set(vllm_omni.__all__)
     (commands,) = re.findall(r"^\| commands \| (.*?);", TEXT, re.MULTILINE)
     assert names(commands.partition("those of `vllm-omni`:")[2]) == main._COMMANDS.keys()

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from transformers import PretrainedConfig, VibeVoiceProcessor
+from transformers import GenerationConfig, PretrainedConfig, VibeVoiceProcessor
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.models.vibevoice.settings import read_generation_config
 from vllm_omni.model_executor.prompt_processor import (
     PromptProcessor,
     read_choice,
@@ -127,3 +126,12 @@ def _as_sounds(made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     sizes = made["padding_mask"].sum(-1)
     sounds = [wave[0, :size] for wave, size in zip(made["input_values"], sizes.tolist(), strict=True)]
     return {"sounds": torch.cat(sounds), "sound_sizes": sizes.long()}
+
+
+def read_generation_config(checkpoint: str, revision: str | None) -> Any:
+    """How the checkpoint wants to be sampled: guidance, and the solver of its diffusion head. One of defaults where it
+    says nothing."""
+    try:
+        return GenerationConfig.from_pretrained(checkpoint, revision=revision or "main")
+    except OSError:
+        return GenerationConfig()

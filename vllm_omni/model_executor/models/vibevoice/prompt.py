@@ -19,6 +19,7 @@ from vllm_omni.model_executor.prompt_processor import (
     read_guidance_scale,
     read_sound,
     read_text,
+    read_turns,
 )
 from vllm_omni.payloads import Guidance
 
@@ -26,7 +27,6 @@ MAX_SECONDS = 60.0
 """Of the sound of one voice."""
 
 _LINE = re.compile(r"speaker\s+(\d+)\s*:\s*(.*)", re.IGNORECASE)
-_TURN = {"speaker", "audio", "text"}
 
 
 class VibeVoicePromptProcessor(PromptProcessor):
@@ -105,13 +105,7 @@ class VibeVoicePromptProcessor(PromptProcessor):
         sounds = {}
         if "ref_audio" in given:
             sounds[first] = read_sound(given["ref_audio"], "ref_audio", self._rate, MAX_SECONDS)
-        turns = given.get("context", [])
-        if not isinstance(turns, (list, tuple)):
-            raise TypeError(f"context must be a list of turns, not {type(turns).__name__}")
-        for index, turn in enumerate(turns):
-            name = f"context[{index}]"
-            if not isinstance(turn, Mapping) or not {"audio"} <= turn.keys() <= _TURN:
-                raise ValueError(f"{name} must be a dict with audio, and may have speaker and text")
+        for name, turn in read_turns(given.get("context", []), ("audio",), ("speaker", "text")):
             number = read_choice(str(turn.get("speaker", speaker)), f"{name}: speaker", self.voices)
             if number in sounds:
                 raise ValueError(f"{name}: speaker {number} has a voice already")

@@ -31,7 +31,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.loader import input_processor_class
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import EngineType, create_config_without_engine, create_engine_args
 from vllm_omni.errors import StageConfigError
@@ -214,9 +214,8 @@ def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
 def _rows_of_a_step(config: PipelineConfig, stage: OmniStageConfig, vllm_config: VllmConfig) -> int:
     """Maximal input rows of a step of a one-step engine: fewer if all requests come in windows."""
     scheduler = vllm_config.scheduler_config
-    if stage.custom_process_input_func is None:
+    if (processor := input_processor_class(stage)) is None:
         return scheduler.max_num_batched_tokens
-    processor = resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")
     windows = [config.window(source, stage.stage_id, processor.window) for source in stage.engine_input_source]
     sizes = [window.window_size for window in windows if window.streams and not window.only_if_streaming]
     if len(sizes) < len(windows):

@@ -94,7 +94,7 @@ def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> S
 
 
 def diffusers_needs(config: DiTConfig, model: str) -> StageNeeds:
-    """Those of a stage that runs a diffusers pipeline; `model` is its checkpoint."""
+    """The needs of a stage that runs a diffusers pipeline; `model` is its checkpoint."""
     from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
 
     # Each device is counted as the first one, which has all of the pipeline, the others only the denoiser.
@@ -103,7 +103,7 @@ def diffusers_needs(config: DiTConfig, model: str) -> StageNeeds:
 
 
 def vllm_needs(config: PipelineConfig, stage: OmniStageConfig, model: str, engine_type: EngineType) -> StageNeeds:
-    """Those of a stage that runs a vLLM engine of this type; `model` is its checkpoint."""
+    """The needs of a stage that runs a vLLM engine of this type; `model` is its checkpoint."""
     sizes = stage.kind.parallel_sizes
     arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in sizes}
     quantization = arguments.pop("quantization", None)

@@ -62,6 +62,10 @@ class Talker(nn.Module):
         self.suppressed: torch.Tensor
         self.register_buffer("suppressed", suppressed, persistent=False)
 
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The decoder's own embeddings; vLLM requires them, and the strategy overwrites the rows."""
+        return self.model.embed_input_ids(input_ids)
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
         return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))

@@ -79,10 +79,6 @@ class OmniCsm(EncodingTalker):
     def make_feedback_strategy(self, max_batch_size: int) -> "CsmFeedback":
         return CsmFeedback(self, FrameLoop(self.depth_decoder, max_batch_size, self.max_model_len))
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """First codes only; vLLM requires it, and the strategy overwrites its rows."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_frames(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_codebooks]` -> `[N, hidden]`."""
         return self.model.embed_tokens(codes + self.offsets).sum(1)

@@ -151,10 +151,6 @@ class OmniHiggsAudio(EncodingTalker):
         padding = self.config.vocab_size - self.config.codebook_size
         return None if logits is None else F.pad(logits, (0, padding), value=float("-inf"))
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Text only; vLLM requires it, and the strategy overwrites its rows."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_frames(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_codebooks]` -> `[N, hidden]`."""
         return self.embed_audio_tokens(codes + self.offsets).sum(1)

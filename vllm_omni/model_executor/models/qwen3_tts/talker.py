@@ -100,10 +100,6 @@ class OmniQwen3TTSTalker(EncodingTalker):
         frames = FrameLoop(self.code_predictor, max_batch_size, self.max_model_len)
         return Qwen3TTSFeedback(self, frames, max_batch_size)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Codec embeddings of first codes and marks."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_text(self, text_ids: torch.Tensor) -> torch.Tensor:
         """`[n]` on any device -> `[n, hidden]`."""
         return self.text_projection(self.text_embedding(text_ids.to(self.suppressed.device)))

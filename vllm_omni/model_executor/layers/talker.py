@@ -85,7 +85,7 @@ class EncodingTalker(Talker):
     """A talker with an encoder of the sounds of prompts, which loads its own weights.
 
     Attributes:
-        encoder_name: The attribute that has it, and the prefix of its weights' names.
+        encoder_name: The attribute that has it (a checkpoint may have none), and the prefix of its weights' names.
     """
 
     encoder_name: ClassVar[str] = "codec"
@@ -96,8 +96,8 @@ class EncodingTalker(Talker):
         taken: dict[str, torch.Tensor] = {}
         others = _take_out(self.hf_to_vllm_mapper.apply(weights), prefix, taken)
         loaded = AutoWeightsLoader(self).load_weights(self.split_weights(others))
-        if taken:
-            loaded |= {prefix + name for name in getattr(self, self.encoder_name).load(taken)}
+        if (encoder := getattr(self, self.encoder_name, None)) is not None:
+            loaded |= {prefix + name for name in encoder.load(taken)}
         return loaded
 
     def split_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

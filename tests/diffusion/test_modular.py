@@ -427,6 +427,13 @@ def test_code_of_the_checkpoint_runs_only_if_it_is_trusted(with_code: tuple[Path
         np.testing.assert_allclose(made * 255, noise + 100, rtol=0, atol=1e-3)
 
 
+def test_a_tensor_that_no_request_can_have_is_refused(with_code: tuple[Path, Path]) -> None:
+    code = with_code[0] / "paint.py"
+    code.write_text(code.read_text().replace('"grey", type_hint=int', '"grey_latents", type_hint=torch.Tensor'))
+    with pytest.raises(StageConfigError, match="needs grey_latents, which other pipelines make"):
+        make_processor(with_code[0], None, engine_args={"trust_remote_code": True})
+
+
 def test_code_that_fails_is_named(with_code: tuple[Path, Path]) -> None:
     folder, _ = with_code
     (folder / "paint.py").write_text("raise RuntimeError('out of paint')")

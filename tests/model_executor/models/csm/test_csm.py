@@ -141,14 +141,14 @@ def test_one_table_of_embeddings_serves_both_decoders(kept: str, reference: CsmR
     model = OmniCsm.__new__(OmniCsm)
     object.__setattr__(model, "config", reference.model.config)
     given = OmniCsm.hf_to_vllm_mapper.apply([(f"{kept}.weight", table)])
-    loaded = dict(model._split(given, {}))
+    loaded = dict(model.split_weights(given))
     assert torch.equal(loaded["model.embed_tokens.weight"], table)
     config = reference.model.config
     by_codebook = table.view(config.num_codebooks, config.vocab_size, -1)[:, : config.codec_config.codebook_size]
     assert torch.equal(loaded["first_embedding.weight"], by_codebook[0])
     assert torch.equal(loaded["depth_decoder.codec_embedding.1"], by_codebook[2])
     with pytest.raises(ValueError, match="no embeddings of codes"):
-        list(model._split([], {}))
+        list(model.split_weights([]))
 
 
 # -- on another device ------------------------------------------------------------------------------------------------

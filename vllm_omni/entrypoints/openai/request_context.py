@@ -74,7 +74,9 @@ class RequestContext:
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
         kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
             `MediaFetcher.sound`.
-        kept_files: The files of its images that were fetched, likewise.
+        kept_files: The files of its images that were fetched, and the data URIs of others, likewise.
+        is_preprocessed: Whether the model's processor has kept what it made of one of these, by its address: such a one
+            is not decoded again.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
@@ -98,7 +100,8 @@ class RequestContext:
     address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
-    kept_files: Mapping[str, bytes] = field(default_factory=dict)
+    kept_files: Mapping[str, bytes | str] = field(default_factory=dict)
+    is_preprocessed: Callable[[str], bool] = lambda address: False
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None
@@ -214,6 +217,19 @@ class RequestContext:
 
 def _nothing() -> None:
     pass
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits for its end, also when it is cancelled itself."""
+    task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 _current: ContextVar[RequestContext] = ContextVar("request_context")

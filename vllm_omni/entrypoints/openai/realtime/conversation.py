@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget, SessionShare
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionShare, Share
 
 Message = dict[str, Any]
 ROOT = "root"
@@ -83,23 +83,28 @@ class Sound:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that was fetched when its item was added. Each response decodes it: decoded, it would take of the budget
-    of all requests for as long as its session.
+    """An image. It is not kept as the response that reads it first decodes it: so it would take of the budget of all
+    requests for as long as its session.
 
     Attributes:
-        file: As it was fetched.
+        source: Its file, fetched when its item was added, or the data URI that the item has.
         address: Names it in messages, where only its session can use it.
     """
 
-    file: bytes
+    source: bytes | str
     address: str = field(default_factory=lambda: f"image:{random_uuid()}")
 
     @property
+    def num_bytes(self) -> int:
+        """Of the file; a data URI is one of its item's texts."""
+        return len(self.source) if isinstance(self.source, bytes) else 0
+
+    @property
     def url(self) -> str:
-        """The file's address in messages; where another connector of vLLM's reads these, the file itself."""
+        """The image's address in messages; where another connector of vLLM's reads these, the image itself."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
-        return "data:image;base64," + _base64(self.file)
+        return self.source if isinstance(self.source, str) else "data:image;base64," + _base64(self.source)
 
 
 @dataclass
@@ -110,7 +115,7 @@ class Item:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added.
-        pictures: Those of its images that were fetched, by index of its content.
+        pictures: Its images, once they were read, by index of its content.
         made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
             `spoken_length` of its text.
         sent_ms: What of it the client has got.
@@ -150,38 +155,35 @@ class Item:
     def num_chars_kept(self) -> int:
         """The characters of its texts and images, and the bytes of those that were fetched."""
         parts = [self.data, *self.content]
-        num_bytes = sum(len(picture.file) for picture in self.pictures.values())
+        num_bytes = sum(picture.num_bytes for picture in self.pictures.values())
         return num_bytes + sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
 
-    def count(self, budget: SessionBudget, client: bytes | str) -> None:
+    def count(self, share: Share) -> None:
         """Counts it, each of its parts for as long as that lives: a response may read what was deleted.
-
-        Args:
-            client: See `RequestContext`.
 
         Raises:
             PipelineFullError: There is no room for it.
         """
-        self.share = budget.share(client, self)
+        self.share = share(self)
         self.count_texts()
         for sound in self.sounds.values():
-            budget.share(client, sound).set(sound.samples.nbytes)
+            share(sound).set(sound.samples.nbytes)
 
-    def lengthen_sound(self, sound: Sound, budget: SessionBudget, client: bytes | str) -> None:
+    def lengthen_sound(self, sound: Sound, share: Share) -> None:
         """Has its sound be all of one whose first `num_spoken` samples it has. What a model reads of it is as before.
 
         Raises:
             PipelineFullError: There is no room for it.
         """
         own = self.sounds[0]
-        budget.share(client, own).set(sound.samples.nbytes - own.samples.nbytes)
+        share(own).set(sound.samples.nbytes - own.samples.nbytes)
         own.num_spoken = sound.num_spoken  # First: another thread may read it.
         own.samples = sound.samples
 
-    def count_pictures(self, budget: SessionBudget, client: bytes | str) -> None:
-        """Counts its pictures, once they were fetched, as `count`."""
+    def count_pictures(self, share: Share) -> None:
+        """Counts its pictures, once they were read, as `count`."""
         for picture in self.pictures.values():
-            budget.share(client, picture).set(len(picture.file))
+            share(picture).set(picture.num_bytes)
 
     def count_texts(self) -> None:
         """Counts its texts as they are now, if it is counted.
@@ -292,9 +294,14 @@ def _decode_sound(audio: str, sound_format: SoundFormat, param: str) -> Sound:
 
 
 class Conversation:
-    """Items in order, by id."""
+    """Items in order, by id.
+
+    Attributes:
+        id: Its own id.
+    """
 
     def __init__(self) -> None:
+        self.id = new_id("conv")
         self._items: list[Item] = []
 
     def __iter__(self) -> Iterator[Item]:
@@ -458,9 +465,10 @@ def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
             return {"type": "text", "text": sound.text}
         return {"type": "audio_url", "audio_url": {"url": sound.url}, "uuid": sound.address}
     if part["type"] == "input_image":
-        url = item.pictures[index].url if index in item.pictures else part["image_url"]
-        image = {"url": url, **({"detail": part["detail"]} if "detail" in part else {})}
-        return {"type": "image_url", "image_url": image}
+        detail = {"detail": part["detail"]} if "detail" in part else {}
+        if (picture := item.pictures.get(index)) is None:
+            return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+        return {"type": "image_url", "image_url": {"url": picture.url, **detail}, "uuid": picture.address}
     return {"type": "text", "text": part["text"]}
 
 

@@ -12,6 +12,7 @@ import gc
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
@@ -20,6 +21,10 @@ from vllm_omni.errors import PipelineFullError
 _RETRY_S = 10.0
 _COLLECT_EVERY_S = 10.0
 """At most: to look for cycles takes the event loop a part of a second, and a client may be refused often."""
+
+
+Share = Callable[..., "SessionShare"]
+"""`SessionBudget.share` for one client: a share of its budget, of a holder if one is given."""
 
 
 class SessionBudget:

@@ -12,8 +12,9 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture, Sound
+from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine

@@ -17,9 +17,8 @@ from vllm import envs
 from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.openai import media_input
-from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
-from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
+from vllm_omni.entrypoints.openai.realtime.audio import Sound, SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionShare, Share
 
@@ -40,45 +39,6 @@ _UNSPACED = r"\p{lb=SA}\p{lb=ID}\p{lb=CJ}\p{lb=NS}"
 """The classes of line breaking (UAX 14) of scripts without spaces, as Chinese, Japanese and Thai; of emoji, too."""
 _UNIT = regex.compile(rf"\s+|(?=[{_UNSPACED}])\X|[^\s{_UNSPACED}]+")
 """Spaces, a character of such a script with its marks, or a word of another."""
-
-
-@dataclass
-class Sound:
-    """What a user said.
-
-    Attributes:
-        samples: int16 `[n]`.
-        text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
-        num_spoken: The samples before its last pause, which are all that a model reads of it; None: all of them.
-        address: Names it in messages, where only its session can use it.
-    """
-
-    samples: np.ndarray
-    format: SoundFormat
-    text: str | None = None
-    num_spoken: int | None = None
-    address: str = field(default_factory=lambda: f"sound:{random_uuid()}")
-
-    @property
-    def seconds(self) -> float:
-        return len(self.samples) / self.format.sample_rate
-
-    @property
-    def spoken(self) -> np.ndarray:
-        """What a model reads of it: int16 `[n]`."""
-        return self.samples[: self.num_spoken]
-
-    @property
-    def url(self) -> str:
-        """The sound's address in messages; where another connector of vLLM's reads these, a WAV file of it."""
-        if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
-            return self.address
-        pcm = self.spoken.astype("<i2").tobytes()
-        return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
-
-    def decoded(self) -> tuple[np.ndarray, float]:
-        """What a model reads of it: float32 `[n]` in [-1, 1], and its samples per second."""
-        return self.spoken.astype(np.float32) / 32768.0, self.format.sample_rate
 
 
 @dataclass(frozen=True)

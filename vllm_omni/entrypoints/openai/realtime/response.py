@@ -125,7 +125,7 @@ class Response:
         """The last item that the model reads."""
         return self._items[-1]
 
-    def is_as(self, settings: Values, items: Sequence[Item]) -> bool:
+    def matches(self, settings: Values, items: Sequence[Item]) -> bool:
         """Whether it is as good as a new one with this configuration that reads these items: it runs, nothing has
         failed, and no ASR stage has written a text among the items before the last since it was made."""
         return (

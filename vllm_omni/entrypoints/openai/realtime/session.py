@@ -18,19 +18,17 @@ from starlette.websockets import WebSocket
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS, InputBuffer, Sound
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
     Picture,
-    Sound,
     decode_base64,
     read_item,
 )
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions
-from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.response import Response

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.config import Values
-from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.metrics.stats import SpeculationCounts
 
@@ -97,7 +98,7 @@ class Speculation:
         """The running response that is what one with this configuration would be that reads these items; the client
         gets it from now on. None: there is none."""
         response = self._response
-        if response is None or not response.is_as(settings, items):
+        if response is None or not response.matches(settings, items):
             return None
         self._response = None
         return response, self._speculations.promote(response)

@@ -9,9 +9,10 @@ from contextlib import aclosing, suppress
 
 from openai.types.audio.transcription import UsageDuration
 
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error, deltas_of
 from vllm_omni.entrypoints.openai.realtime.config import Values, transcription_request
-from vllm_omni.entrypoints.openai.realtime.conversation import Item, Sound
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.request_context import RequestContext

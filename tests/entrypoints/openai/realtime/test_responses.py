@@ -25,6 +25,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_input import OmniMediaConnector
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.testing.media import make_audio
 
@@ -434,6 +435,56 @@ def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_
     expected = chat(realtime_app, [{"role": "user", "content": content}])
     assert response.output[0].content[0].text == expected.choices[0].message.content
     assert response.usage.input_token_details.image_tokens > 0
+
+
+def test_a_history_is_decoded_once(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sounds and pictures: responses read what the model's processor has kept of them, and decode them again only
+    if it is dropped, also just before it is read. All answers are those of chats."""
+    cache = realtime_app.state.engine_client.renderer.mm_processor_cache
+    load = OmniMediaConnector.load_from_url_async
+    decoded: list[str] = []
+    is_dropped = False
+
+    async def noted(connector: OmniMediaConnector, url: str, *args: Any, **options: Any) -> Any:
+        loaded = await load(connector, url, *args, **options)
+        if loaded is not None:
+            decoded.append(url[:6])
+        elif is_dropped:
+            cache.clear_cache()
+        return loaded
+
+    monkeypatch.setattr(OmniMediaConnector, "load_from_url_async", noted)
+    picture = "data:image/png;base64," + base64.b64encode(png(56, 56)).decode()
+
+    async def main(session: Session) -> list[Any]:
+        nonlocal is_dropped
+        await session.configure(output_modalities=["text"])
+        await session.speak(SOUND)
+        content: Any = [{"type": "input_image", "image_url": picture}]
+        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.until("conversation.item.done")
+        assert decoded == ["data:i"], "it can be read"
+        responses = []
+        for text, expected in (("", 1), ("And now?", 1), ("And then?", 2)):
+            is_dropped = expected > 1
+            if text:
+                await session.say(text)
+            responses.append((await session.respond(max_output_tokens=5))[-1].response)
+            assert decoded[1:] == ["sound:", "image:"] * expected
+        return responses
+
+    responses = converse(realtime_app, main)
+    monkeypatch.undo()
+    uri = as_uri(encode_audio(SOUND.astype(np.float32) / 32768, "wav", 24000))
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}]},
+    ]
+    for response, text in zip(responses, ("And now?", "And then?", ""), strict=True):
+        expected = chat(realtime_app, messages, max_tokens=5)
+        assert response.output[0].content[0].text == expected.choices[0].message.content != ""
+        assert response.usage.input_tokens == expected.usage.prompt_tokens
+        messages += [{"role": "assistant", "content": response.output[0].content[0].text}, sea(text)]
 
 
 @pytest.mark.slow

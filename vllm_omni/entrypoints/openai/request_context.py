@@ -21,6 +21,7 @@ from vllm_omni.inputs import SpokenText
 
 if TYPE_CHECKING:
     from vllm_omni.entrypoints.async_omni_llm import Place
+    from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 
 SCOPE_KEY = "omni_context"
 """Of the context in the ASGI scope."""
@@ -90,7 +91,7 @@ class RequestContext:
         fit_prompt: Makes the prompt of a chat that may be too long: called with the request and what renders one, and
             returns what that does.
         place: In the pipeline's queue, for its next request to the engine.
-        count_unread: See `AsyncOmniLLM.generate`.
+        budget: Counts the text and speech that was made for it and not read; None: nothing does.
         count_arriving: Called with the bytes of a WebSocket's messages that have come and were not taken, when these
             change; what it raises ends the connection.
     """
@@ -114,7 +115,7 @@ class RequestContext:
     spoken_text: SpokenText | None = None
     fit_prompt: Callable[[Any, Callable[[Any], Awaitable[Any]]], Awaitable[Any]] | None = None
     place: Place | None = None
-    count_unread: Callable[[int], None] | None = None
+    budget: SessionBudget | None = None
     count_arriving: Callable[[int], None] | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
@@ -125,7 +126,7 @@ class RequestContext:
         Args:
             client: Of an earlier request, whose client sends this one, too.
         """
-        context = cls() if client is None else cls(owner=client.owner, address=client.address)
+        context = cls() if client is None else cls(owner=client.owner, address=client.address, budget=client.budget)
         _current.set(context)
         return context
 

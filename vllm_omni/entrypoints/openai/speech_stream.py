@@ -24,7 +24,6 @@ from vllm_omni.entrypoints.openai.media_output import finish_reason_of
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions, deny
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_fields
-from vllm_omni.entrypoints.openai.realtime.session_budget import Share
 from vllm_omni.entrypoints.openai.request_context import RequestContext, end
 from vllm_omni.entrypoints.openai.server_args import flag
 from vllm_omni.entrypoints.openai.speech import ServingSpeech, SpeechUsage, VoiceSettings
@@ -155,7 +154,7 @@ class SpeechStream(EventSession):
             if len(self._speaking) >= MAX_UTTERANCES:
                 raise EventError(f"{MAX_UTTERANCES} utterances wait to be spoken", code="too_many_utterances")
             before = next(reversed(self._speaking.values()), None)
-            self._open = Utterance(self._speech, self._settings, self._send, self._websocket, self._share)
+            self._open = Utterance(self._speech, self._settings, self._send, self._websocket)
             self._speaking[self._open] = self._start(self._speak(self._open, before))
         self._open.append(event.text)
 
@@ -191,22 +190,11 @@ class Utterance:
         is_done: Its last event was sent.
     """
 
-    def __init__(
-        self,
-        speech: ServingSpeech,
-        settings: VoiceSettings,
-        send: Send,
-        websocket: WebSocket,
-        share: Share,
-    ) -> None:
-        """
-        Args:
-            send: Sends an event: its type and fields.
-        """
+    def __init__(self, speech: ServingSpeech, settings: VoiceSettings, send: Send, websocket: WebSocket) -> None:
+        """`send`: Sends an event: its type and fields."""
         self.id = new_id("item")
         self.num_bytes, self.is_blank, self.is_done = 0, True, False
         self._speech, self._settings, self._send, self._websocket = speech, settings, send, websocket
-        self._share = share
         self._num_chars = 0
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         self._usages: list[SpeechUsage] = []
@@ -333,8 +321,7 @@ class Utterance:
 
     def start(self, text: str | AsyncGenerator[str, None]) -> Awaitable[AsyncGenerator[OmniEvent, None]]:
         """Starts a request to the pipeline, whose context is the task's."""
-        context = RequestContext.start(RequestContext.of(self._websocket))
-        context.count_unread = self._share().set
+        RequestContext.start(RequestContext.of(self._websocket))
         return self._speech.events(text, self._settings, self._websocket, stream=self._speech.streams)
 
 

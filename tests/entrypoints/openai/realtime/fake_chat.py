@@ -13,7 +13,6 @@ from vllm.exceptions import VLLMValidationError
 from tests.entrypoints.openai.small_apps import make_app
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
@@ -126,6 +125,6 @@ def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
     app = make_app(**{"allowed_local_media_path": "", "allowed_media_domains": None, **flags})
     app.include_router(router)
     app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
-    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, Sessions(app.state.args))  # type: ignore[arg-type]
+    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, app.state.omni_sessions)  # type: ignore[arg-type]
     chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
     return app

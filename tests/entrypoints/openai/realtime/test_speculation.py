@@ -72,7 +72,7 @@ def slow() -> FakeChat:
 
 
 def budget_of(app: FastAPI) -> SessionBudget:
-    budget: SessionBudget = app.state.omni_realtime._sessions.budget
+    budget: SessionBudget = app.state.omni_sessions.budget
     return budget
 
 

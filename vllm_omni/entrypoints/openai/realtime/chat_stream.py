@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -76,7 +76,6 @@ async def deltas_of(
     request: OmniChatCompletionRequest,
     client: RequestContext,
     media: Iterable[Sound | Picture],
-    count_unread: Callable[[int], None] | None = None,
     fit_prompt: Any = None,
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
@@ -86,7 +85,6 @@ async def deltas_of(
     Args:
         client: See `SessionContext`.
         media: Those whose addresses its messages have.
-        count_unread: See `AsyncOmniLLM.generate`.
         fit_prompt: See `RequestContext`.
 
     Raises:
@@ -98,7 +96,7 @@ async def deltas_of(
     context.kept_files = {address: each.source for address, each in kept.items() if isinstance(each, Picture)}
     if fit_prompt is not None and (cache := chat.client.renderer.mm_processor_cache) is not None:
         context.is_preprocessed = lambda address: address in kept and cache.is_cached_item(address)
-    context.count_unread, context.fit_prompt = count_unread, fit_prompt
+    context.fit_prompt = fit_prompt
     try:
         answer = await chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):

@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.openai.request_context import RequestContext, end
 from vllm_omni.entrypoints.openai.server_args import flag
 from vllm_omni.entrypoints.openai.speech import ServingSpeech, SpeechUsage, VoiceSettings
 from vllm_omni.entrypoints.openai.speech_request import MAX_INPUT_CHARS, SpeechFormat, SpeechSettings
+from vllm_omni.entrypoints.openai.streamed_chat import UnsentQueue
 from vllm_omni.errors import InvalidRequestError, OmniError, PipelineFullError
 from vllm_omni.events import OmniEvent
 from vllm_omni.stage.sentences import SentenceCutter
@@ -38,7 +39,6 @@ MAX_UTTERANCES = 64
 """Of one session, that have not been spoken."""
 
 _MAX_SENTENCES = 2  # At once: one is sent, the next is made.
-_MAX_EVENTS = 8  # Of a sentence that wait here to be sent.
 
 Send = Callable[..., Awaitable[None]]
 
@@ -339,7 +339,7 @@ class _Request:
         self._begin()
 
     def _begin(self) -> None:
-        self._events: asyncio.Queue[OmniEvent | Exception | None] = asyncio.Queue(_MAX_EVENTS)
+        self._events: UnsentQueue[OmniEvent | Exception] = UnsentQueue(_num_bytes_of_event)
         self._task = asyncio.create_task(self._make())
 
     async def _make(self) -> None:
@@ -373,6 +373,10 @@ class _Request:
     async def close(self) -> None:
         """Aborts it, if it runs."""
         await end(self._task)
+
+
+def _num_bytes_of_event(event: OmniEvent | Exception) -> int:
+    return 0 if isinstance(event, Exception) else event.num_bytes
 
 
 def _num_bytes_of(value: Any) -> int:

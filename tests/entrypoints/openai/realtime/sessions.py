@@ -51,11 +51,32 @@ class Session:
         await self.connection.session.update(session={"type": "realtime", **session})
         return (await self.until("session.updated"))[-1].session
 
-    async def say(self, text: str) -> Any:
+    async def create(self, *content: Any) -> None:
+        """Sends a message of the user."""
+        item: Any = {"type": "message", "role": "user", "content": list(content)}
+        await self.connection.conversation.item.create(item=item)
+
+    async def add(self, *content: Any) -> Any:
         """A message of the user; its item."""
-        content: Any = [{"type": "input_text", "text": text}]
-        await self.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await self.create(*content)
         return (await self.until("conversation.item.done"))[-1].item
+
+    async def say(self, text: str) -> Any:
+        """The same of a text."""
+        return await self.add({"type": "input_text", "text": text})
+
+    async def retrieve(self, item_id: str) -> Any:
+        await self.connection.conversation.item.retrieve(item_id=item_id)
+        return (await self.until("conversation.item.retrieved"))[-1].item
+
+    async def delete(self, item_id: str) -> None:
+        await self.connection.conversation.item.delete(item_id=item_id)
+        await self.until("conversation.item.deleted")
+
+    async def truncate(self, item_id: str, audio_end_ms: int) -> None:
+        item = self.connection.conversation.item
+        await item.truncate(item_id=item_id, content_index=0, audio_end_ms=audio_end_ms)
+        await self.until("conversation.item.truncated")
 
     async def speak(self, samples: np.ndarray) -> Any:
         """A turn of sound, int16 `[n]`; its item."""

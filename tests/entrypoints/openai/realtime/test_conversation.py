@@ -187,10 +187,8 @@ def test_speech_that_is_being_made_is_as_long_as_its_text(is_made: bool, heard: 
         if not is_made:
             await session.connection.response.cancel()
         (item,) = (await session.until("response.done"))[-1].response.output
-        await session.connection.conversation.item.truncate(item_id=item.id, content_index=0, audio_end_ms=500)
-        await session.until("conversation.item.truncated")
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        transcript: str = (await session.until("conversation.item.retrieved"))[-1].item.content[0].transcript
+        await session.truncate(item.id, 500)
+        transcript: str = (await session.retrieve(item.id)).content[0].transcript
         return transcript
 
     assert converse(session_app(chat), main, model=MODEL) == heard

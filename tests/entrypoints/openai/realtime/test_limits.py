@@ -101,12 +101,10 @@ def test_seconds_of_sound(realtime_app: FastAPI) -> None:
         await buffer.commit()
         item = (await session.until("conversation.item.done"))[-1].item
         assert (await session.next()).item_id == first.id and session.events[-1].type == "conversation.item.deleted"
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        kept = (await session.until("conversation.item.retrieved"))[-1].item.content[0].audio
+        kept = (await session.retrieve(item.id)).content[0].audio
         samples = np.frombuffer(base64.b64decode(kept), "<i2")
         np.testing.assert_array_equal(samples, np.repeat([1, 2, 3], [12_000, 24_000, 24_000]))
-        content: Any = [{"type": "input_audio", "audio": base64.b64encode(bytes(48_000 * 3)).decode()}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.create({"type": "input_audio", "audio": base64.b64encode(bytes(48_000 * 3)).decode()})
         error = await session.error()
         assert error.code == "audio_limit_exceeded" and "--max-realtime-audio-s" in error.message
         assert (await session.respond(output_modalities=["text"]))[-1].response.output
@@ -118,12 +116,10 @@ def test_bytes_of_texts(realtime_app: FastAPI) -> None:
     async def main(session: Session) -> None:
         await session.configure(truncation="disabled")
         item = await session.say("x" * 800)
-        content: Any = [{"type": "input_text", "text": "x" * 800}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.create({"type": "input_text", "text": "x" * 800})
         error = await session.error()
         assert error.code == "text_limit_exceeded" and "--max-realtime-text-bytes" in error.message
-        await session.connection.conversation.item.delete(item_id=item.id)
-        await session.until("conversation.item.deleted")
+        await session.delete(item.id)
         await session.say("x" * 800)
 
     converse(with_flags(realtime_app, "--max-realtime-text-bytes=1500"), main)

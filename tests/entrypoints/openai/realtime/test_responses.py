@@ -224,8 +224,7 @@ def test_a_response_out_of_band(realtime_app: FastAPI) -> None:
         events = await session.until("response.done") + await session.until("response.done")
         done = [event.response for event in events if event.type == "response.done"]
         added = [event.item.id for event in events if event.type == "conversation.item.added"]
-        await session.connection.conversation.item.delete(item_id=added[0])
-        await session.until("conversation.item.deleted")
+        await session.delete(added[0])
         await session.say("And now?")
         return done, added, (await session.respond(output_modalities=["text"]))[-1].response
 
@@ -247,10 +246,8 @@ def test_a_response_is_cancelled(realtime_app: FastAPI, realtime_llm: AsyncOmniL
         await session.connection.response.cancel()
         events = await session.until("response.done")
         await wait_until_idle(realtime_llm)
-        await session.connection.conversation.item.truncate(item_id=event.item_id, content_index=0, audio_end_ms=0)
-        await session.until("conversation.item.truncated")
-        await session.connection.conversation.item.retrieve(item_id=event.item_id)
-        item = (await session.until("conversation.item.retrieved"))[-1].item
+        await session.truncate(event.item_id, 0)
+        item = await session.retrieve(event.item_id)
         again = await session.respond(output_modalities=["text"])
         return events, item, again
 
@@ -368,8 +365,7 @@ def test_a_prompt_that_is_too_long_fails_its_response(realtime_app: FastAPI) -> 
         failed = (await session.respond())[-1].response
         assert failed.status == "failed" and failed.output == []
         assert failed.status_details.error.code == "400" and "1024" in failed.status_details.error.message
-        await session.connection.conversation.item.delete(item_id=item.id)
-        await session.until("conversation.item.deleted")
+        await session.delete(item.id)
         await session.say(QUESTION)
         assert (await session.respond(output_modalities=["text"]))[-1].response.output
 
@@ -401,9 +397,7 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
         settings = await session.configure(audio={"input": {"format": {"type": kind}}}, output_modalities=["text"])
         assert settings.audio.input.format.type == kind
         item = await session.speak(np.frombuffer(sent, np.uint8))
-        response = (await session.respond())[-1].response
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        return response, (await session.until("conversation.item.retrieved"))[-1].item
+        return (await session.respond())[-1].response, await session.retrieve(item.id)
 
     response, item = converse(realtime_app, main)
     np.testing.assert_array_equal(g711.decode(base64.b64decode(item.content[0].audio)), g711.decode(sent))
@@ -424,10 +418,7 @@ def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_
     url = (tmp_path / "a.png").as_uri() if is_fetched else image
 
     async def main(session: Session) -> Any:
-        content: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
-        item: Any = {"type": "message", "role": "user", "content": content}
-        await session.connection.conversation.item.create(item=item)
-        await session.until("conversation.item.done")
+        await session.add({"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION})
         return (await session.respond(output_modalities=["text"]))[-1].response
 
     response = converse(with_flags(realtime_app, f"--allowed-local-media-path={tmp_path}"), main)
@@ -460,9 +451,7 @@ def test_a_history_is_decoded_once(realtime_app: FastAPI, monkeypatch: pytest.Mo
         nonlocal is_dropped
         await session.configure(output_modalities=["text"])
         await session.speak(SOUND)
-        content: Any = [{"type": "input_image", "image_url": picture}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-        await session.until("conversation.item.done")
+        await session.add({"type": "input_image", "image_url": picture})
         assert decoded == ["data:i"], "it can be read"
         responses = []
         for text, expected in (("", 1), ("And now?", 1), ("And then?", 2)):
@@ -501,8 +490,7 @@ def test_transcription_by_the_model(realtime_app: FastAPI) -> None:
         done = events[-1]
         assert done.transcript == text != "" and done.item_id == item.id and done.usage.output_tokens == NUM_TOKENS
         assert "".join(event.delta for event in events[:-1]) == text
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        content = (await session.until("conversation.item.retrieved"))[-1].item.content[0]
+        content = (await session.retrieve(item.id)).content[0]
         assert content.transcript == text and base64.b64decode(content.audio) == SOUND.tobytes()
 
     text = use(realtime_app, expected)

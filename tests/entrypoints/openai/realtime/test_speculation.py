@@ -179,8 +179,7 @@ def test_a_model_hears_a_turn_up_to_its_last_pause(omni: FakeChat) -> None:
         await pause(session)
         events = await stop(session)
         item_id = next(event.item_id for event in events if event.type == "input_audio_buffer.committed")
-        await session.connection.conversation.item.retrieve(item_id=item_id)
-        item = (await session.until("conversation.item.retrieved"))[-1].item
+        item = await session.retrieve(item_id)
         assert len(base64.b64decode(item.content[0].audio)) == 2 * (len(SPEECH) + 3 * len(PAUSE))
         return len(events)
 
@@ -227,19 +226,12 @@ async def add_an_item(session: Session, item_id: str) -> None:
     await session.say("Listen:")
 
 
-async def delete_an_item(session: Session, item_id: str) -> None:
-    await session.connection.conversation.item.delete(item_id=item_id)
-    await session.until("conversation.item.deleted")
-
-
 async def truncate_the_answer(session: Session, item_id: str) -> None:
     (message,) = [e.item for e in session.events if e.type == "conversation.item.done" and e.item.role == "assistant"]
-    connection = session.connection
-    await connection.conversation.item.truncate(item_id=message.id, content_index=0, audio_end_ms=100)
-    await session.until("conversation.item.truncated")
+    await session.truncate(message.id, 100)
 
 
-CHANGES = (new_instructions, add_an_item, delete_an_item, truncate_the_answer)
+CHANGES = (new_instructions, add_an_item, Session.delete, truncate_the_answer)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -269,7 +261,7 @@ def test_a_change_that_was_undone_does_not_matter(omni: FakeChat) -> None:
         await pause(session)
         await session.until("input_audio_buffer.speech_started")
         item = await session.say("Listen:")
-        await delete_an_item(session, item.id)
+        await session.delete(item.id)
         await session.configure(instructions="Be brief.")
         await session.configure(instructions="")
         await stop(session)

@@ -187,17 +187,12 @@ def test_the_oldest_turns_are_deleted_where_there_is_no_room(monkeypatch: pytest
         deleted = [event.item_id for event in session.events if event.type == "conversation.item.deleted"]
         assert [each.id for each in said[:2]] == deleted[::2] and len(deleted) == 4
         await session.configure(truncation="disabled")
-        content: Any = [{"type": "input_text", "text": "more"}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.create({"type": "input_text", "text": "more"})
         assert (await session.error()).code == "item_limit_exceeded"
         await session.configure(truncation="auto")
-        await session.connection.conversation.item.create(
-            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 600}]}
-        )
+        await session.create({"type": "input_text", "text": "x" * 600})
         await session.until("conversation.item.done")
-        await session.connection.conversation.item.create(
-            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 1100}]}
-        )
+        await session.create({"type": "input_text", "text": "x" * 1100})
         assert (await session.error()).code == "text_limit_exceeded"
 
     converse(session_app(FakeChat(), max_realtime_text_bytes=1000), main, model="fake")

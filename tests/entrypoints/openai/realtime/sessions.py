@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import openai
+import pytest
 from fastapi import FastAPI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
+from websockets.exceptions import InvalidStatus
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL
@@ -110,6 +112,21 @@ async def opened(
         yield session
 
 
+async def refusal(url: str, **options: Any) -> tuple[int, bytes]:
+    """The status and the body of the answer to a client that gets no session."""
+    with pytest.raises(InvalidStatus) as caught:
+        async with opened(url, **options):
+            pass
+    answer = caught.value.response
+    return answer.status_code, answer.body or b""
+
+
+def visit(app: FastAPI, main: Callable[[str], Awaitable[Result]], **options: Any) -> Result:
+    """Runs `main` with the address of a server of the application. `options` are uvicorn's."""
+    with over_http(app, **options) as url:
+        return asyncio.run(main(url))  # type: ignore[arg-type]
+
+
 def converse(app: FastAPI, main: Callable[[Session], Awaitable[Result]], **options: Any) -> Result:
     """Runs `main` with a session of the application."""
 
@@ -117,8 +134,7 @@ def converse(app: FastAPI, main: Callable[[Session], Awaitable[Result]], **optio
         async with opened(url, **options) as session:
             return await main(session)
 
-    with over_http(app) as url:
-        return asyncio.run(run(url))
+    return visit(app, run)
 
 
 def types_of(events: list[Any]) -> list[str]:

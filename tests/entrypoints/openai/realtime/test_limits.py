@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of sessions, ephemeral keys, and the pace of speech."""
 
-import asyncio
 import base64
 import time
 from typing import Any
@@ -13,10 +12,9 @@ import websockets
 from fastapi import FastAPI
 from websockets.exceptions import InvalidStatus
 
-from tests.entrypoints.openai.fake_server import over_http
-from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
+from tests.entrypoints.openai.media_apps import app_of, send, with_flags
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, refusal, speech_of, visit
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
@@ -28,54 +26,29 @@ SECRETS = "/v1/realtime/client_secrets"
 SECOND = base64.b64encode(np.zeros(24000, "<i2").tobytes()).decode()
 
 
-def test_sessions_at_once(realtime_app: FastAPI) -> None:
-    async def main(url: str) -> None:
-        async with opened(url), opened(url):
-            with pytest.raises(InvalidStatus) as caught:
-                async with opened(url):
-                    pass
-            answer = caught.value.response
-            assert answer.status_code == 429 and b"--max-realtime-sessions" in (answer.body or b"")
-        async with opened(url) as session:
-            await session.say("Hello")
+def test_sessions_at_once() -> None:
+    """Of one key, while another one has room, and of all."""
+    app = session_app(FakeChat(), api_key=["one", "other", "third"], max_realtime_sessions=4)
 
-    flags = ("--max-realtime-sessions=2", "--max-client-realtime-sessions=2")
-    with over_http(with_flags(realtime_app, *flags)) as url:
-        asyncio.run(main(url))
-
-
-def test_another_model(realtime_app: FastAPI) -> None:
-    async def main(url: str) -> None:
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-        with pytest.raises(InvalidStatus) as caught:
-            async with client.realtime.connect(model="gpt-realtime"):
-                pass
-        assert caught.value.response.status_code == 404 and MODEL.encode() in (caught.value.response.body or b"")
-
-    with over_http(realtime_app) as url:
-        asyncio.run(main(url))
-
-
-def test_sessions_of_one_key() -> None:
-    """Another key has room."""
-    app = session_app(FakeChat(), api_key=["one", "other"], max_realtime_sessions=4)
+    def open(url: str, key: str) -> Any:
+        return opened(url, key=key, model="fake")
 
     async def main(url: str) -> None:
-        async with opened(url, key="one", model="fake"), opened(url, key="one", model="fake") as session:
-            with pytest.raises(InvalidStatus) as caught:
-                async with opened(url, key="one", model="fake"):
-                    pass
-            answer = caught.value.response
-            assert answer.status_code == 429 and b"--max-client-realtime-sessions" in (answer.body or b"")
-            async with opened(url, key="other", model="fake") as other:
+        async with open(url, "one"), open(url, "one") as session:
+            status, body = await refusal(url, key="one", model="fake")
+            assert status == 429 and b"--max-client-realtime-sessions" in body
+            async with open(url, "other") as other, open(url, "other"):
                 await other.say("Hello")
+                status, body = await refusal(url, key="third", model="fake")
+                assert status == 429 and b"--max-realtime-sessions" in body
             await session.connection.close()
             for _ in range(2):
-                async with opened(url, key="one", model="fake") as session:
+                async with open(url, "one") as session:
                     await session.say("Hello")
+        status, body = await refusal(url, key="one", model="gpt-realtime")
+        assert status == 404 and b"fake" in body
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
 
 
 @pytest.mark.slow
@@ -160,10 +133,7 @@ def test_ephemeral_keys(realtime_app: FastAPI) -> None:
             assert session.events[0].session.audio.output.voice == "alloy"
         async with opened(url, key="secret"):
             pass
-        with pytest.raises(InvalidStatus) as caught:
-            async with opened(url, key="ek_wrong"):
-                pass
-        assert caught.value.response.status_code == 401
+        assert (await refusal(url, key="ek_wrong"))[0] == 401
         # As a browser sends it, which may also have the server's key.
         address = url.replace("http", "ws") + "/v1/realtime"
         for key in (created.value, "secret"):
@@ -179,8 +149,7 @@ def test_ephemeral_keys(realtime_app: FastAPI) -> None:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
 
 
 def test_wrong_requests_for_keys(realtime_app: FastAPI) -> None:

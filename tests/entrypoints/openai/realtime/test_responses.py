@@ -16,7 +16,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.int16_sound import assert_sounds_like
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use, with_flags
 from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS, TOOLS
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
@@ -411,11 +410,10 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
 USER: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
 
 
-@pytest.mark.parametrize("is_fetched", [False, True])
-def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_fetched: bool) -> None:
+def test_an_image_that_was_fetched(realtime_app: FastAPI, tmp_path: Path) -> None:
     image = "data:image/png;base64," + base64.b64encode(png(56, 56)).decode()
     (tmp_path / "a.png").write_bytes(png(56, 56))
-    url = (tmp_path / "a.png").as_uri() if is_fetched else image
+    url = (tmp_path / "a.png").as_uri()
 
     async def main(session: Session) -> Any:
         await session.add({"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION})
@@ -510,16 +508,3 @@ def test_a_turn_finds_the_cache_of_those_before(realtime_app: FastAPI) -> None:
     first, second = converse(realtime_app, main)
     assert first.input_token_details.cached_tokens == 0
     assert 0 < second.input_token_details.cached_tokens <= first.input_tokens + first.output_tokens
-
-
-def test_the_synchronous_client(realtime_app: FastAPI) -> None:
-    with over_http(realtime_app) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-        with client.realtime.connect(model=MODEL) as connection:
-            assert connection.recv().type == "session.created"
-            connection.conversation.item.create(item={"type": "message", **USER})
-            connection.response.create(response={"output_modalities": ["text"]})
-            for event in connection:
-                if event.type == "response.done":
-                    assert event.response.output
-                    break

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import websockets
 
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import Session, converse, opened
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, visit
 from tests.entrypoints.openai.realtime.test_limits import SECOND
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
@@ -94,8 +93,7 @@ def test_items_and_sound_of_one_client_leave_room_for_another() -> None:
                 await asyncio.sleep(0.02)
                 await texts_of(session, MIB)
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
 
 
 def test_an_answer_that_takes_too_much_fails_alone() -> None:
@@ -141,5 +139,4 @@ def test_messages_that_are_still_arriving_count() -> None:
                 while "cleared" not in str(await client.recv()):
                     pass
 
-    with over_http(app, ws=web_socket_protocol(60)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(60))

@@ -15,7 +15,7 @@ import websockets
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import opened
+from tests.entrypoints.openai.realtime.sessions import opened, visit
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta
 
@@ -65,8 +65,7 @@ def test_a_session_whose_client_does_not_read_ends(event: dict[str, Any], watch_
                 await asyncio.sleep(0.02)  # There is no event for it.
         silent.transport.abort()
 
-    with over_http(app, ws=web_socket_protocol(watch_s)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(watch_s))
 
 
 @contextmanager
@@ -158,8 +157,7 @@ def test_a_client_that_reads_late_gets_everything() -> None:
             types.append(json.loads(await client.recv())["type"])
         await client.close()
 
-    with over_http(app, ws=web_socket_protocol(60)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(60))
 
 
 def test_a_long_story_waits_for_a_client_that_reads_nothing() -> None:
@@ -193,5 +191,4 @@ def test_a_long_story_waits_for_a_client_that_reads_nothing() -> None:
         assert text == piece * num_pieces
         await client.close()
 
-    with over_http(app, ws=web_socket_protocol(60)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(60))

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import MODEL, TONE, FakeChat, session_app
 from tests.entrypoints.openai.realtime.level_detector import PausingDetector
-from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, types_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, types_of, visit
 from tests.entrypoints.openai.realtime.test_turns import send
 from vllm_omni.entrypoints.openai.realtime import response as response_module
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
@@ -331,8 +330,7 @@ def test_a_client_that_disconnects_leaves_nothing(slow: FakeChat) -> None:
         await wait_until(lambda: slow.num_ended == 1)
         await wait_until(lambda: gc.collect() >= 0 and budget.num_bytes == 0)
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
     assert counts_of(app) == (1, 0, 0)
 
 
@@ -376,8 +374,7 @@ def test_two_sessions_and_one_place(slow: FakeChat) -> None:
             await pause(second)
             await stop(second)
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
     assert counts_of(app) == (2, 2, 0)
     assert slow.heard == [[14_400], [26_400], [26_400, 14_400]]
 
@@ -398,8 +395,7 @@ def test_two_sessions_at_once(chat: FakeChat) -> None:
                 response = (await stop(session))[-1].response
                 assert response.output[0].content[0].transcript == f"{name}!"
 
-    with over_http(app) as url:
-        asyncio.run(main(url))
+    visit(app, main)
     assert counts_of(app) == (2, 2, 0)
 
 
@@ -459,6 +455,8 @@ def test_no_answer_is_begun_beside_another_or_where_none_is_wanted(slow: FakeCha
         await pause(session)
         await end_turn(session)
         await session.until("conversation.item.done")
+        await session.say("The end.")
+        assert types_of(session.events).count("response.created") == 2
 
     run(app, main)
     assert counts_of(app) == (0, 0, 0) and len(slow.heard) == 2

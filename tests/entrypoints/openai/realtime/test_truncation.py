@@ -11,10 +11,9 @@ import pytest
 from fastapi import FastAPI
 from vllm.exceptions import VLLMValidationError
 
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import png, with_flags
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of, visit
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime import session as session_module
@@ -231,8 +230,7 @@ def test_a_conversation_longer_than_the_context(realtime_app: FastAPI, output: A
             assert said(fitting[-1].response) == said(response)
             assert speech_of(fitting) == speech_of(events)
 
-    with over_http(realtime_app) as url:
-        asyncio.run(main(url))
+    visit(realtime_app, main)
 
 
 def said(response: Any) -> str:
@@ -265,5 +263,4 @@ def test_more_sound_than_the_context_and_a_session_keep(realtime_app: FastAPI) -
             assert again[-1].response.usage.input_tokens == response.usage.input_tokens
             assert said(again[-1].response) == said(response) and speech_of(again) == speech_of(events)
 
-    with over_http(with_flags(realtime_app, "--max-realtime-audio-s=30")) as url:
-        asyncio.run(main(url))
+    visit(with_flags(realtime_app, "--max-realtime-audio-s=30"), main)

@@ -241,23 +241,6 @@ def test_speech_interrupts_a_response(realtime_app: FastAPI, monkeypatch: pytest
     converse(realtime_app, main, manual=False)
 
 
-@pytest.mark.slow
-@needs_vad
-def test_turns_without_responses(realtime_app: FastAPI) -> None:
-    async def main(session: Session) -> None:
-        vad = {**VAD, "create_response": False}
-        await session.configure(audio={"input": {"turn_detection": vad}})
-        await send(session, voiced())
-        await session.until("conversation.item.done")
-        # A detector of another session starts anew.
-        await session.configure(audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}})
-        await session.connection.input_audio_buffer.clear()
-        await session.until("input_audio_buffer.cleared")
-        assert all(event.type != "response.created" for event in session.events)
-
-    converse(realtime_app, main)
-
-
 IDLE: Any = {**VAD, "idle_timeout_ms": 1000}
 SILENCE = np.zeros(RATE, "<i2")
 

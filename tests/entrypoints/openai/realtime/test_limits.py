@@ -205,7 +205,7 @@ def test_the_configurations_of_the_keys_of_all_are_limited(monkeypatch: pytest.M
     monkeypatch.setattr(client_secrets, "MAX_TOTAL_SECRET_BYTES", 2000)
     keys = ClientSecrets()
     made = keys.create(60, b"one", {"instructions": "x" * 1500})
-    with pytest.raises(PipelineFullError, match="client secrets are too large"):
+    with pytest.raises(PipelineFullError):
         keys.create(60, b"other", {"instructions": "x" * 500})
     assert keys.find(made.value) is made
     assert keys.create(60, b"other", {"instructions": "x" * 300})

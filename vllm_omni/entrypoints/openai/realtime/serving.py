@@ -112,11 +112,12 @@ class ServingRealtime:
         check_model(model, self._model_names)
         return self._rules.default(model or self._model_names[0])
 
-    async def serve(self, websocket: WebSocket) -> None:
-        """Runs a session until it ends."""
-        await self._sessions.serve(websocket, self._open)
-
-    async def _open(self, websocket: WebSocket) -> Session:
+    async def open(self, websocket: WebSocket) -> Session:
+        """
+        Raises:
+            OmniError: The pipeline accepts no requests.
+            VLLMNotFoundError: The client asks for another model.
+        """
         secret = self._secrets.find(sent_key(websocket.scope))
         model = websocket.query_params.get("model")
         self._chat.client.check_admission()
@@ -140,11 +141,11 @@ router = APIRouter()
 @router.websocket(PATH)
 async def realtime(websocket: WebSocket) -> None:
     """A spoken conversation."""
-    handler: ServingRealtime | None = websocket.app.state.omni_realtime
-    if handler is None:
+    state = websocket.app.state
+    if state.omni_realtime is None:
         await deny(websocket, _NO_CONVERSATION, HTTPStatus.BAD_REQUEST)
     else:
-        await handler.serve(websocket)
+        await state.omni_sessions.serve(websocket, state.omni_realtime.open)
 
 
 @router.post(

@@ -10,11 +10,12 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
-from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
 from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
@@ -72,9 +73,8 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat,
+    session: SessionContext,
     request: OmniChatCompletionRequest,
-    client: RequestContext,
     media: Iterable[Sound | Picture],
     fit_prompt: Any = None,
 ) -> AsyncGenerator[ChatDelta, None]:
@@ -83,22 +83,21 @@ async def deltas_of(
     Run it in a task of its own: the request's context is the task's.
 
     Args:
-        client: See `SessionContext`.
         media: Those whose addresses its messages have.
         fit_prompt: See `RequestContext`.
 
     Raises:
         EventError: The request was refused, or failed.
     """
-    context = RequestContext.start(client)
+    context = RequestContext.start(session.client)
     kept = {each.address: each for each in media}
     context.kept_sounds = {address: each.decoded for address, each in kept.items() if isinstance(each, Sound)}
     context.kept_files = {address: each.source for address, each in kept.items() if isinstance(each, Picture)}
-    if fit_prompt is not None and (cache := chat.client.renderer.mm_processor_cache) is not None:
+    if fit_prompt is not None and (cache := session.chat.client.renderer.mm_processor_cache) is not None:
         context.is_preprocessed = lambda address: address in kept and cache.is_cached_item(address)
     context.fit_prompt = fit_prompt
     try:
-        answer = await chat.create_deltas(request)
+        answer = await session.chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):
             raise _failure(answer.error.message, answer.error.code, answer.error.param)
         await context.started()

@@ -228,7 +228,7 @@ class Response:
                 await write_texts(session, self._items)
                 self._request.messages = self._messages(self._items)
             self._unsent.set(MAX_UNSENT_BYTES)  # That the chat keeps for its reader.
-            deltas = deltas_of(session.chat, self._request, session.client, self._media, self._window.render)
+            deltas = deltas_of(session, self._request, self._media, self._window.render)
             async with aclosing(deltas) as answer:
                 async for delta in answer:
                     self._unsent.set(self._unsent.num_bytes + delta.num_bytes)

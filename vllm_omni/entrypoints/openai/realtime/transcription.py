@@ -115,7 +115,7 @@ class InputTranscriptions:
             stage_prompt(self._session.chat.client, "transcribe")
         )
         request.model = self._model
-        deltas = deltas_of(self._session.chat, request, self._session.client, [sound])
+        deltas = deltas_of(self._session, request, [sound])
         async with self._slots, aclosing(deltas):
             async for delta in deltas:
                 yield delta

@@ -193,29 +193,6 @@ SPEECH = level(0.5)
 PAUSE = np.zeros(2400, np.int16)
 
 
-@pytest.mark.usefixtures("level_detector")
-def test_a_cough_is_not_answered(server: FakeServer) -> None:
-    """The turn that follows is; a client that asks for a response itself has it."""
-    hearing = {"transcription": {"model": "any"}, "turn_detection": {"type": "server_vad"}}
-
-    async def main(session: Session) -> None:
-        await session.configure(audio={"input": hearing}, output_modalities=["text"])
-        await send(session, np.concatenate([COUGH, PAUSE]))
-        events = await session.until(f"{TRANSCRIPTION}.completed")
-        assert events[-1].transcript == ""
-        await send(session, np.concatenate([SPEECH, PAUSE]))
-        events += await session.until("response.done")
-        assert types_of(events).count("response.created") == 1
-        assert events[-1].response.status == "incomplete", "at the limit of tokens"
-        assert events[-1].response.output[0].content[0].text
-        await send(session, np.concatenate([COUGH, PAUSE]))
-        await session.until("input_audio_buffer.committed")
-        await session.connection.response.create()
-        await session.until("response.done")
-
-    converse(server.app, main, model="fake", manual=False)
-
-
 def test_a_turn_is_transcribed_from_its_pause_on(
     server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

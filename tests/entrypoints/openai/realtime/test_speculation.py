@@ -524,19 +524,23 @@ def test_a_long_answer_is_not_made_far_ahead(omni: FakeChat) -> None:
 
 
 def test_a_noise_is_not_answered() -> None:
-    """The ASR stage finds no words."""
+    """The ASR stage finds no words. A client that asks for a response itself has it."""
     chat = make_chat(hears=False)
     app = session_app(chat)
+    noise = np.concatenate([SPEECH // 1000, PAUSE, PAUSE, PAUSE])
 
     async def main(session: Session) -> None:
         await hear(session)
-        await send(session, np.concatenate([SPEECH // 1000, PAUSE, PAUSE, PAUSE]))
+        await send(session, noise)
         await session.until("conversation.item.done")
         await pause(session)
         assert types_of(await stop(session)).count("response.created") == 1
+        await send(session, noise)
+        await session.until("input_audio_buffer.committed")
+        assert (await session.respond())[-1].response.status == "completed"
 
     run(app, main)
-    assert chat.heard == [["", "It is 0.5."]]
+    assert chat.heard == [["", "It is 0.5."], ["", "It is 0.5.", ""]]
     assert counts_of(app)[1:] == (1, 0)
 
 

@@ -14,22 +14,17 @@ from vllm.exceptions import VLLMValidationError
 from tests.entrypoints.openai.media_apps import png, with_flags
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of, visit
+from tests.entrypoints.openai.realtime.test_conversation import item
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime import session as session_module
-from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.config import PromptLimits
-from vllm_omni.entrypoints.openai.realtime.conversation import Item, read_item
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 
 GROUP = "app"
 SPEECH: Any = {"output_modalities": ["audio"], "max_output_tokens": 8}
 TEXT: Any = {"output_modalities": ["text"], "max_output_tokens": 8}
 LENGTH = 1000
-
-
-def item(**fields: Any) -> Item:
-    return read_item(protocol.read_item(fields, ("item",)), FORMATS["audio/pcm"], {}, "item")
 
 
 def says(role: str, text: str) -> Item:

@@ -21,6 +21,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
     Picture,
+    Speech,
     read_item,
     spoken_length,
     to_messages,
@@ -42,7 +43,7 @@ def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
 
 def spoken(text: str, sent_ms: float, made_ms: float) -> Item:
     made = message("assistant", {"type": "output_audio", "transcript": text})
-    made.sent_ms, made.made_ms, made.text_length = sent_ms, made_ms, spoken_length(text)
+    made.speech = Speech(made_ms=made_ms, text_length=spoken_length(text), is_made=True, sent_ms=sent_ms)
     return made
 
 

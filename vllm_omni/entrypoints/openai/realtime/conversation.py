@@ -32,6 +32,9 @@ _CONTENT = {
 }
 """Types of content by role, each with the field that it needs."""
 
+_MS_PER_LETTER = 1000 / 15
+"""Of speech that is not complete yet: about 150 words of English in a minute."""
+
 _ITEM_BYTES = 2000
 """About what an item takes without its texts, sounds and images."""
 
@@ -68,6 +71,29 @@ class Picture:
 
 
 @dataclass
+class Speech:
+    """How much an assistant says: some of it may not be made yet, or not sent.
+
+    Attributes:
+        speed: See `OutputSound`.
+        made_ms, text_length: What was made of it, and the `spoken_length` of its text so far.
+        is_made: Whether that is all.
+        sent_ms: What of it the client has got.
+    """
+
+    speed: float = 1.0
+    made_ms: float = 0.0
+    text_length: int = 0
+    is_made: bool = False
+    sent_ms: float = 0.0
+
+    @property
+    def length_ms(self) -> float:
+        """Of all of it. What is still being made lags behind its text, and will be longer."""
+        return max(self.made_ms, 0.0 if self.is_made else self.text_length * _MS_PER_LETTER / self.speed)
+
+
+@dataclass
 class Item:
     """One item.
 
@@ -76,9 +102,7 @@ class Item:
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added.
         pictures: Its images, once they were read, by index of its content.
-        made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
-            `spoken_length` of its text.
-        sent_ms: What of it the client has got.
+        speech: Of an assistant's message.
         is_read: Whether responses read it; not, once it has left a prompt that was too long.
         share: Of the budget, for its texts; None: it is not counted.
     """
@@ -87,9 +111,7 @@ class Item:
     sounds: dict[int, Sound] = field(default_factory=dict)
     asr_settings: dict[str, Any] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
-    made_ms: float = 0.0
-    text_length: int = 0
-    sent_ms: float = 0.0
+    speech: Speech = field(default_factory=Speech)
     is_read: bool = True
     share: SessionShare | None = None
 
@@ -183,18 +205,18 @@ class Item:
         Raises:
             EventError: The item is not speech, or shorter.
         """
-        part = self.content[content_index] if 0 <= content_index < len(self.content) else {}
+        part, speech = self.content[content_index] if 0 <= content_index < len(self.content) else {}, self.speech
         if part.get("type") != "output_audio":
             raise EventError("only speech of the assistant can be truncated", "content_index")
-        if not 0 <= audio_end_ms <= np.ceil(self.sent_ms):
+        if not 0 <= audio_end_ms <= np.ceil(speech.sent_ms):
             raise EventError(
-                f"audio_end_ms is {audio_end_ms}, and {self.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
+                f"audio_end_ms is {audio_end_ms}, and {speech.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
             )
-        length = round(self.text_length * audio_end_ms / self.made_ms) if self.made_ms else 0
+        length = round(speech.text_length * audio_end_ms / speech.length_ms) if speech.length_ms else 0
         if length < spoken_length(part["transcript"]):
             part["transcript"] = _cut(part["transcript"], length)
-        self.sent_ms = float(audio_end_ms)
-        self.made_ms, self.text_length = self.sent_ms, spoken_length(part["transcript"])
+        speech.made_ms = speech.sent_ms = float(audio_end_ms)
+        speech.text_length, speech.is_made = spoken_length(part["transcript"]), True
 
 
 def read_item(item: Any, sound_format: SoundFormat, asr_settings: dict[str, Any], at: str) -> Item:

@@ -209,7 +209,7 @@ class SpokenMessage(_Message):
             piece = data[start : start + step]
             seconds = self._sound.seconds(piece)
             await self._wait(seconds)
-            self.item.sent_ms += 1000 * seconds
+            self.item.speech.sent_ms += 1000 * seconds
             await self._send("response.output_audio.delta", content_index=0, delta=piece)  # It becomes base64.
 
     async def _wait(self, seconds: float) -> None:

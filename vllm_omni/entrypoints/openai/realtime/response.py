@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error, deltas_of, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, spoken_length, to_messages
+from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Speech, spoken_length, to_messages
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Output,
@@ -35,9 +35,6 @@ CancelReason = Literal["client_cancelled", "turn_detected"]
 
 _MAX_SPECULATIVE_S = 5.0
 """That an answer waits for the end of its turn: a client may stop sending sound. It then ends."""
-
-_MS_PER_LETTER = 1000 / 15
-"""Of speech that is not complete yet: about 150 words of English in a minute."""
 
 
 class Response:
@@ -100,7 +97,7 @@ class Response:
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[np.ndarray] = []
-        self._made_ms, self._text_length, self._is_made = 0.0, 0, False
+        self._speech = Speech(settings["audio"]["output"]["speed"])  # Made, which may be more than is sent.
         self.num_written = 0
         self._usage: dict[str, Any] = {}
         self._last_delta = ChatDelta()
@@ -238,30 +235,16 @@ class Response:
                     await self._deltas.put(delta)
                     if has_calls and not has_text and delta.finish_reason:
                         break
-            self._is_made = True
-            self._note_in_item()
+            self._speech.is_made = True
         except Exception as error:
             self._error = as_event_error(error)
         self._deltas.close()
 
     def _note(self, delta: ChatDelta) -> None:
-        """How much was made, which may be more than is sent."""
-        self._text_length += spoken_length(delta.text)
         self.num_written = (delta.usage or {}).get("completion_tokens") or self.num_written
+        self._speech.text_length += spoken_length(delta.text)
         if delta.speech is not None:
-            self._made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speed
-        self._note_in_item()
-
-    @property
-    def _speed(self) -> float:
-        return self._settings["audio"]["output"]["speed"]
-
-    def _note_in_item(self) -> None:
-        """Speech that is still being made lags behind its text, and will be longer."""
-        if self._message is not None:
-            expected_ms = 0.0 if self._is_made else self._text_length * _MS_PER_LETTER / self._speed
-            self._message.item.made_ms = max(self._made_ms, expected_ms)
-            self._message.item.text_length = self._text_length
+            self._speech.made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speech.speed
 
     async def _send_deltas(self) -> None:
         while (delta := await self._deltas.get()) is not None:
@@ -292,9 +275,9 @@ class Response:
                 return
             spoken = self._settings["output_modalities"] == ["audio"]
             message = (SpokenMessage if spoken else WrittenMessage)(self._writer, len(self._outputs))
+            message.item.speech = self._speech
             await self._open(message)
             self._message = message
-            self._note_in_item()
         await self._message.write(text)
         if isinstance(self._message, SpokenMessage):
             early, self._early_speech = self._early_speech, []

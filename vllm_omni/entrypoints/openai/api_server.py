@@ -51,7 +51,6 @@ from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
-from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -166,7 +165,6 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     elif transcriptions.can_transcribe(client):
         source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
     app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
-    app.state.omni_sessions = Sessions(args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.entrypoints.openai.file_store import private_folder
+from vllm_omni.entrypoints.openai.request_context import end
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 from vllm_omni.errors import PipelineFullError
 
@@ -175,15 +176,12 @@ class VideoStore:
     async def delete(self, job: VideoJob) -> None:
         """Aborts a job if it has not ended, and removes its file. Does nothing if it was removed before."""
         self._remove(job)
-        await _ended(job)
+        if job.task is not None:
+            await end(job.task)  # Which aborts its request.
 
     async def close(self) -> None:
         """Aborts all jobs and removes all files."""
-        jobs = list(self._jobs.values())
-        for job in jobs:
-            self._remove(job)
-        for job in jobs:
-            await _ended(job)
+        await asyncio.gather(*map(self.delete, list(self._jobs.values())))
         await asyncio.to_thread(self._remove_folder)
 
     def _end(self, job: VideoJob) -> None:
@@ -212,12 +210,4 @@ class VideoStore:
         self._jobs.pop(job.video.id, None)
         if job.expiry is not None:
             job.expiry.cancel()
-        if job.task is not None and not job.has_ended:
-            job.task.cancel()
         job.path.unlink(missing_ok=True)
-
-
-async def _ended(job: VideoJob) -> None:
-    """Waits until a cancelled job has aborted its request."""
-    if job.task is not None and job.task is not asyncio.current_task():
-        await asyncio.wait([job.task])

@@ -132,8 +132,9 @@ def test_messages_that_are_still_arriving_count() -> None:
                 await asyncio.gather(sending, return_exceptions=True)
             await session.say("Hello")
             async with websockets.connect(address, max_size=None, compression=None) as client:
-                event = {"type": "input_audio_buffer.append", "audio": SECOND * 20}
-                for _ in range(20):
+                # One that is decoded, one that is counted as it comes, and its sound are less than the limit.
+                event = {"type": "input_audio_buffer.append", "audio": SECOND * 10}
+                for _ in range(40):
                     await client.send(json.dumps(event))
                     await client.send(json.dumps({"type": "input_audio_buffer.clear"}))
                 while "cleared" not in str(await client.recv()):

@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
 from vllm_omni.errors import OmniError, VllmRequirementError
 from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.metrics.status_line import waiting
-from vllm_omni.model_packages import OWN_PACKAGE, find_models
+from vllm_omni.model_packages import find_models, is_own
 from vllm_omni.vllm_requirement import describe_import, find_vllm, require_vllm
 
 _DESCRIPTION = """\
@@ -161,8 +161,9 @@ def check_model_packages() -> Iterator[Finding]:
     """Installed packages with models, other than this one."""
     models = find_models()
     for package, declared in models.packages.items():
-        if package != OWN_PACKAGE:
-            names = (*declared.checkpoint_folders, *declared.stage_config_files, *declared.architectures)
+        if not is_own(package):
+            files = (*declared.checkpoint_folders, *declared.stage_config_files)
+            names = (*files, *declared.architectures, *declared.commands)
             yield Finding("OK", "models", f"{package}: {', '.join(names) or 'nothing'}")
     for package, reason in models.broken.items():
         yield Finding("WARN", "models", f"{package} is left out: {reason}", "fix it, or uninstall it")

@@ -93,7 +93,7 @@ clean:  ## Remove the environment and all generated files
 	rm -rf $(VENV) $(CLIENTS_VENV) $(CLIENTS_NPM)/node_modules build dist *.egg-info packages/*/build packages/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml setup.cfg packages/coloured_shapes/pyproject.toml $(wildcard scripts/*.py scripts/*.txt)
+$(STAMP): pyproject.toml packages/coloured_shapes/pyproject.toml $(wildcard scripts/*.py scripts/*.txt)
 	$(PYTHON) scripts/set_up.py $(VENV) $(STAMP) $(OMNI_EXTRA)
 
 $(DOCS_STAMP): $(STAMP)

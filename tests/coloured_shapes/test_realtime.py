@@ -31,7 +31,7 @@ from tests.entrypoints.openai.realtime.sessions import Session, converse, speech
 from tests.examples.running import run_example
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.speech_recognition import count_understood
+from vllm_omni_talk.speech_recognition import count_understood
 
 pytestmark = pytest.mark.slow
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import vllm_omni
 from tests.docs.pages import ROOT, snippets
 from vllm_omni.entrypoints.cli import main
+from vllm_omni.model_packages import find_models
 
 TEXT = (ROOT / "docs" / "stability.md").read_text()
 
@@ -22,7 +23,7 @@ def test_stable_names() -> None:
     (authors,) = re.findall(r"^## For authors of models\s+(.*?),\s+which\s+are\s+names", TEXT, re.DOTALL | re.MULTILINE)
     assert names(imports) | names(authors) == set(vllm_omni.__all__)
     (commands,) = re.findall(r"^\| commands \| (.*?);", TEXT, re.MULTILINE)
-    assert names(commands.partition("those of `vllm-omni`:")[2]) == main._COMMANDS.keys()
+    assert names(commands.partition("those of `vllm-omni`:")[2]) == {*main._COMMANDS, *find_models().commands}
     (extras,) = re.findall(r"^\| extras \| (.*?) \|", TEXT, re.MULTILINE)
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert names(extras) == known.keys() - {"test", "lint", "docs"}

@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.resolve import (
 )
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import InstalledModels, ModelPackage
-from vllm_omni.talk import weights, whisper
+from vllm_omni_talk import weights, whisper
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
@@ -257,7 +257,7 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
     pytest.importorskip("hibari", reason="the extra talk is not installed")
     for module, name in ((weights, "language_model"), (whisper, "tiny_english")):
         monkeypatch.setattr(module, name, lambda with_weights: pytest.fail("it was made"))
-    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni.talk.recognizer.Recognizer"}}
+    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni_talk.recognizer.Recognizer"}}
 
     resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides=replaced))
 

@@ -22,14 +22,14 @@ import yaml
 from PIL import Image, ImageDraw, ImageFont
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-from tests.entrypoints.playground import browser as web
-from tests.entrypoints.playground.conftest import skip_without_browser
 from tests.examples.running import EXAMPLES
+from tests.playground import browser as web
+from tests.playground.conftest import skip_without_browser
 from tests.servers import RunningServer, import_path
 from vllm_omni import OmniLLM
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.speech_recognition import resample
-from vllm_omni.talk.whisper import WhisperBase
+from vllm_omni_talk.speech_recognition import resample
+from vllm_omni_talk.whisper import WhisperBase
 
 FOLDER = EXAMPLES / "packages"
 ENGLISH = "Water is made of hydrogen and oxygen."

@@ -264,7 +264,7 @@ def wait_for_stacks(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "words"),
     [
         ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
-        ("from vllm_omni.talk.voice import Voice", "ModuleNotFoundError: No module named 'vllm_omni.talk'"),
+        ("from vllm_omni.media import encode_audio", "ModuleNotFoundError: No module named 'vllm_omni.media'"),
         ("raise OSError('no libcudart')", "OSError: no libcudart"),
     ],
 )

@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import pkgutil
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
+from vllm_omni.model_packages import find_models
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 from vllm_omni.vllm_protocol import ErrorResponse
 
@@ -178,17 +180,19 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
 
 
 def _add_playground(app: FastAPI, args: Namespace) -> None:
-    """The page, a client of this server, over the network like any other."""
-    from vllm_omni.entrypoints.playground import client, page  # imports Gradio
-
+    """The page of an installed package: a client of this server, over the network like any other."""
+    add_page = pkgutil.resolve_name(find_models().pages["playground"])
     host = "127.0.0.1" if args.host in (None, "", "0.0.0.0") else "::1" if args.host == "::" else args.host
     scheme = "https" if args.ssl_certfile else "http"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
-    # The certificate has the name that clients know, which need not be this one.
-    server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
-    known = client.Description.read(app.state.omni_description.model_dump())
-    auth = page.read_auth(args.playground_auth)
-    page.add_page(app, server, known, PLAYGROUND_PATH, auth, args.root_path or "")
+    add_page(
+        app,
+        url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}",
+        api_key=next(iter(api_keys(args)), None),
+        description=app.state.omni_description.model_dump(),
+        path=PLAYGROUND_PATH,
+        auth=args.playground_auth,
+        root_path=args.root_path or "",
+    )
 
 
 async def _init_text_state(

@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.realtime import turn_detection, turn_model
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 GROUP = "app"
 needs_vad = pytest.mark.skipif(

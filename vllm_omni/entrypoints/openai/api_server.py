@@ -42,12 +42,11 @@ from vllm_omni.entrypoints.openai import (
     weights,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
-from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
 from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.function_chat import FunctionChat, media_stage
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
 from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
+from vllm_omni.entrypoints.openai.media_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
@@ -156,16 +155,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         if (stage := final_stage(client.config, output_type))
     }
     asr_stage = load_asr_stage(client, args)
-    source: transcriptions.TranscriptionSource | None = None
+    app.state.omni_transcriptions = None
     if asr_stage is not None:
-        source = transcriptions.StageSource(app.state, client, asr_stage, args)
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = app.state.openai_serving_responses.asr_stage = asr_stage
     elif client.transcribes:
-        source = vllm_transcriptions.VllmSource(app.state, client, args)
+        app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
-        source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
-    app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
+        app.state.omni_transcriptions = transcriptions.ChatTranscriptions(app.state.openai_serving_chat, args)
     app.state.omni_sessions = Sessions(args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
@@ -235,8 +233,7 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     state.openai_serving_models = DiffusionModels(
         client, [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
     )
-    chat_class = DiffusionChat if media_stage(client.config) is None else FunctionChat
-    state.openai_serving_chat = chat_class(client, state, args)
+    state.openai_serving_chat = make_chat(client, state, args)
 
 
 def _refused_paths(client: OmniEngineClient) -> dict[str, str]:

@@ -19,11 +19,10 @@ from vllm.exceptions import VLLMNotFoundError
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.function_chat import media_stage
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
-from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
+from vllm_omni.entrypoints.openai.media_chat import can_chat
+from vllm_omni.entrypoints.openai.media_endpoint import served_names
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech_stream import PATH as SPEECH_STREAM_PATH
@@ -146,10 +145,7 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
 
 
 def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
-    first = final_stage(client.config, client.config.output_types[0])
-    has_chat = client.has_renderer or (first is not None and can_chat(first))
-    has_chat = has_chat or media_stage(client.config) is not None
-    has_chat = has_chat and not client.only_transcribes
+    has_chat = not client.only_transcribes if client.has_renderer else can_chat(client.config)
     made = ["/v1/chat/completions"] if has_chat else []
     if has_chat and client.has_renderer and "text" in client.config.output_types:
         made += ["/v1/responses", MESSAGES_PATH]

@@ -119,8 +119,8 @@ class Transcript:
         return JSONResponse(answer, headers=headers)
 
 
-class TranscriptionSource:
-    """What writes the text of a sound.
+class ServingTranscriptions:
+    """The handler of both endpoints. A derived class has a source of the text.
 
     Attributes:
         request_class: The requests that it takes.
@@ -130,6 +130,16 @@ class TranscriptionSource:
 
     def __init__(self, client: OmniEngineClient, args: Namespace) -> None:
         self._media = MediaFetcher(client, args)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
+
+    async def create(self, request: SoundRequest, task: Task, raw_request: Request) -> Response:
+        """Raises as `transcribe`."""
+        transcript = await self.transcribe(request, task, raw_request)
+        if isinstance(transcript, ErrorResponse):
+            return JSONResponse(transcript.model_dump(), transcript.error.code)
+        if request.stream:
+            return sse_response(transcript.as_events(), self._keep_alive_s)
+        return transcript.as_answer(request, task)
 
     async def transcribe(self, request: Any, task: Task, raw_request: Request) -> Transcript | ErrorResponse:
         """The whole; of a request for a stream its deltas, as soon as there is a first one.
@@ -139,27 +149,6 @@ class TranscriptionSource:
             OmniError: It failed.
         """
         raise NotImplementedError
-
-
-class ServingTranscriptions:
-    """The handler of both endpoints.
-
-    Attributes:
-        source: Writes the text.
-    """
-
-    def __init__(self, source: TranscriptionSource, args: Namespace) -> None:
-        self.source = source
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
-
-    async def create(self, request: SoundRequest, task: Task, raw_request: Request) -> Response:
-        """Raises as `TranscriptionSource.transcribe`."""
-        transcript = await self.source.transcribe(request, task, raw_request)
-        if isinstance(transcript, ErrorResponse):
-            return JSONResponse(transcript.model_dump(), transcript.error.code)
-        if request.stream:
-            return sse_response(transcript.as_events(), self._keep_alive_s)
-        return transcript.as_answer(request, task)
 
 
 def token_usage(usage: UsageInfo) -> UsageTokens:
@@ -187,7 +176,7 @@ def accepts_audio(client: OmniEngineClient) -> bool:
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
-class ChatSource(TranscriptionSource):
+class ChatTranscriptions(ServingTranscriptions):
     """A model that is asked in a chat."""
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
@@ -223,7 +212,7 @@ class ChatSource(TranscriptionSource):
         return len(samples) / sample_rate
 
 
-class StageSource(TranscriptionSource):
+class StageTranscriptions(ServingTranscriptions):
     """An ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has parameters of these names."""
 
     def __init__(self, state: State, client: OmniEngineClient, stage: ASRStage, args: Namespace) -> None:
@@ -283,7 +272,7 @@ def _handler(raw_request: Request) -> ServingTranscriptions:
 
 
 async def _sound_request(raw_request: Request) -> SoundRequest:
-    request = await _handler(raw_request).source.request_class.read(raw_request)
+    request = await _handler(raw_request).request_class.read(raw_request)
     state = raw_request.app.state
     is_alias = request.model in model_aliases(state.args, "transcription")
     if is_alias and request.model not in state.openai_serving_models.lora_requests:

@@ -12,7 +12,7 @@ from vllm.entrypoints.launchers.app import build_app
 
 from tests.entrypoints.openai.media_apps import app_of, send, server_args
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai import abort_requests, scale_out, weights
+from vllm_omni.entrypoints.openai import operator_routes, scale_out
 from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
@@ -20,7 +20,7 @@ GROUP = "app"
 AS_VLLM = {
     "/openapi.json", "/docs/oauth2-redirect", "/load", "/version", "/metrics", "/tokenize",
     "/detokenize", "/v1/models", "/v1/chat/completions/batch", "/generative_scoring",
-    *scale_out.PATHS, abort_requests.SCALE_OUT_PATH,
+    *scale_out.PATHS, operator_routes.SCALE_OUT_PATH,
 }  # fmt: skip
 OPERATION = {
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}", "/pause", "/resume",
@@ -53,7 +53,7 @@ def test_every_path_of_vllm_has_a_place(tiny_qwen3_omni_moe: Path) -> None:
 
 def test_what_is_withheld_is_not_found(omni_app: FastAPI) -> None:
     assert not paths_of(omni_app) & WITHHELD_PATHS.keys()
-    assert paths_of(omni_app) >= (AS_VLLM | OWN_PATHS) - {abort_requests.PATH, *weights.PATHS} - NOT_ALWAYS
+    assert paths_of(omni_app) >= (AS_VLLM | OWN_PATHS) - {*operator_routes.PATHS} - NOT_ALWAYS
     assert {send(omni_app, "POST", path).status_code for path in ("/sleep", "/abort_requests")} == {404}
 
 

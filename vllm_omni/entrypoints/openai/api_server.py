@@ -26,12 +26,12 @@ from vllm.utils.counter import AtomicCounter
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.entrypoints.openai import (
-    abort_requests,
     chat,
     custom_voices,
     description,
     images,
     messages,
+    operator_routes,
     responses,
     scale_out,
     speech,
@@ -39,7 +39,6 @@ from vllm_omni.entrypoints.openai import (
     transcriptions,
     videos,
     vllm_transcriptions,
-    weights,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.docs_page import add_docs_page
@@ -61,9 +60,9 @@ STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/canc
 """Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
-        abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-        chat.INVOCATIONS_PATH, *STORED_PATHS, *weights.PATHS,
+        chat.INVOCATIONS_PATH, *STORED_PATHS, *operator_routes.PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
@@ -110,8 +109,8 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({abort_requests.SCALE_OUT_PATH} if args.enable_scale_out else set())
-    has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
+    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({operator_routes.SCALE_OUT_PATH} if args.enable_scale_out else set())
+    has_operations = any(getattr(route, "path", "") == operator_routes.ABORT_PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
     if args.enable_offline_docs:
@@ -131,10 +130,9 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.include_router(endpoints.router)
     app.include_router(router)
     if has_operations:
-        app.include_router(abort_requests.router)
-        app.include_router(weights.router)
+        app.include_router(operator_routes.router)
     if args.enable_scale_out:
-        app.include_router(abort_requests.scale_out_router)
+        app.include_router(operator_routes.scale_out_router)
     refused = _refused_paths(client)
     removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]

@@ -41,10 +41,9 @@ from vllm_omni.entrypoints.openai import (
     vllm_transcriptions,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
-from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
-from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
+from vllm_omni.entrypoints.openai.json_body import bound_json_routes
 from vllm_omni.entrypoints.openai.media_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
@@ -114,7 +113,7 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
     if args.enable_offline_docs:
-        add_docs_page(app, bool(api_keys(args)))
+        description.add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
     for endpoints in (
         *texts,

@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_omni.entrypoints.openai import docs_page
 from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.json_body import (
@@ -47,6 +46,10 @@ OPEN_PATHS = ("/health", "/ping", "/readyz")
 
 FRONT_PATH = "/"
 """Open, too; who sends a key sees more there."""
+
+DOCS_PATHS = ("/docs", "/openapi.json", "/static/swagger-ui-bundle.js", "/static/swagger-ui.css")
+"""The page, its data, and vLLM's copies of Swagger's files, which it serves with `--enable-offline-docs`. Open for GET
+and HEAD: a browser sends no key, and they name no users or models."""
 
 PUBLIC_LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices")
 """What `--public-lists` opens, for GET and HEAD. Without a key the last has the model's own voices only."""
@@ -97,7 +100,7 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
             tokens=tokens,
             secrets=app.state.client_secrets,
             has_playground=args.playground,
-            public=(FRONT_PATH, *docs_page.OPEN_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
+            public=(FRONT_PATH, *DOCS_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
         )
     app.add_middleware(ContextMiddleware)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.

@@ -6,7 +6,7 @@ The text of an answer is all of it: OpenAI's API has no speech there.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, Self
@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.stage_params import explicit_fields
 MAX_STORED = 1000
 """Responses that are kept for each API key; the oldest leave first."""
 MAX_STORED_BYTES, MAX_TOTAL_STORED_BYTES = 64 * MIB, 512 * MIB
-"""That the messages of these take, of one key and of all: a key whose own leave keeps its newest response at least."""
+"""That the messages, or the events, of these take, of one key and of all: a key whose own leave keeps its newest response at least."""
 _VALUE_BYTES = 100
 """About what a value takes beside the text in it."""
 
@@ -100,6 +100,14 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
             request.input = [*calls, *(items if self.asr_stage is None else await self.asr_stage.as_text(items))]
         return await super().create_responses(request, raw_request)
 
+    async def _run_background_request_stream(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> None:
+        """vLLM keeps the events of a stream while it is made; here they count once they are all there."""
+        try:
+            await super()._run_background_request_stream(request, *args, **kwargs)
+        finally:
+            if (kept := self.event_store.get(request.request_id)) is not None:
+                self.event_store[request.request_id] = kept
+
     def _earlier_calls(self, response_id: str | None) -> list[ResponseFunctionToolCall]:
         """The calls of the response that a request continues: vLLM repeats its texts only, and the results that the
         request has would follow no call."""
@@ -154,7 +162,7 @@ def num_bytes(value: Any) -> int:
         value = vars(value)
     if isinstance(value, Mapping):
         value = value.values()
-    elif not isinstance(value, list | tuple):
+    elif not isinstance(value, list | tuple | deque):
         return _VALUE_BYTES
     return _VALUE_BYTES + sum(map(num_bytes, value))
 

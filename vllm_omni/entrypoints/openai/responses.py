@@ -32,7 +32,8 @@ from vllm_omni.entrypoints.openai.stage_params import explicit_fields
 MAX_STORED = 1000
 """Responses that are kept for each API key; the oldest leave first."""
 MAX_STORED_BYTES, MAX_TOTAL_STORED_BYTES = 64 * MIB, 512 * MIB
-"""That the messages, or the events, of these take, of one key and of all: a key whose own leave keeps its newest response at least."""
+"""That the messages, or the events, of these take, of one key and of all: a key whose own leave keeps its newest one at
+least."""
 _VALUE_BYTES = 100
 """About what a value takes beside the text in it."""
 

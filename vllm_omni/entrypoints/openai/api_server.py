@@ -42,7 +42,7 @@ from vllm_omni.entrypoints.openai import (
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
+from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers, returned_error
 from vllm_omni.entrypoints.openai.json_body import bound_json_routes
 from vllm_omni.entrypoints.openai.media_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
@@ -192,17 +192,23 @@ async def _init_text_state(
     state: State, client: OmniEngineClient, args: Namespace, default_modalities: Sequence[str]
 ) -> None:
     await init_app_state(client, state, args, await client.get_supported_tasks())
-    state.openai_serving_chat = chat.OmniServingChat.from_vllm(state.openai_serving_chat)
-    state.openai_serving_chat.set_up(default_modalities)
-    state.openai_serving_chat.parsers = _reply_parsers(args, client)
-    state.openai_serving_completion = chat.OmniServingCompletion.from_vllm(state.openai_serving_completion)
-    state.openai_serving_chat_batch = chat.OmniServingChatBatch.from_vllm(state.openai_serving_chat_batch)
-    state.openai_serving_chat_batch.online_renderer = state.openai_serving_chat.online_renderer
-    state.openai_serving_responses = responses.OmniServingResponses.from_vllm(state.openai_serving_responses)
-    state.openai_serving_responses.set_up(state.openai_serving_chat)
-    state.anthropic_serving_messages = messages.OmniServingMessages.from_vllm(state.anthropic_serving_messages)
-    state.anthropic_serving_messages.set_up(state.openai_serving_chat)
-    scale_out.set_up(state)
+    own_chat = state.openai_serving_chat = chat.OmniServingChat.from_vllm(
+        state.openai_serving_chat, default_modalities=default_modalities, parsers=_reply_parsers(args, client)
+    )
+    renderer = {"online_renderer": own_chat.online_renderer}  # It has media counted.
+    replaced: tuple[tuple[str, type[chat.OmniServing], dict[str, Any]], ...] = (
+        ("openai_serving_completion", chat.OmniServingCompletion, {}),
+        ("openai_serving_chat_batch", chat.OmniServingChatBatch, renderer),
+        ("openai_serving_responses", responses.OmniServingResponses, renderer),
+        ("anthropic_serving_messages", messages.OmniServingMessages, {**renderer, "chat": own_chat}),
+        ("serving_tokens", scale_out.OmniServingTokens, {}),
+    )
+    for name, handler_class, attributes in replaced:
+        setattr(state, name, handler_class.from_vllm(getattr(state, name), **attributes))
+    state.serving_render.default_sampling_params = own_chat.default_sampling_params
+    state.serving_render.online_renderer = own_chat.online_renderer
+    for handler in (state.serving_render, state.serving_derender, state.serving_generative_scoring):
+        handler.create_error_response = returned_error
 
 
 def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:

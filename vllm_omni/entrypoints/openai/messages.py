@@ -35,11 +35,6 @@ class OmniServingMessages(OmniServing, MessagesHandler):
 
     chat: OmniServingChat
 
-    def set_up(self, chat: OmniServingChat) -> None:
-        """Completes what `from_vllm` returned."""
-        self.chat = chat
-        self.online_renderer = chat.online_renderer
-
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse:

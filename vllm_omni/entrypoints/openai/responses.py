@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat, ResponsesRequest
+from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
@@ -81,12 +81,10 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
 
     asr_stage: ASRStage | None = None
 
-    def set_up(self, chat: OmniServingChat) -> None:
-        """Completes what `from_vllm` returned, with the renderer of the chat, which has media counted."""
-        self.online_renderer = chat.online_renderer
-        self.enable_store = True
-        stores: Any = (OwnedStore(), OwnedStore(), OwnedStore())  # vLLM's are dictionaries.
-        self.response_store, self.msg_store, self.event_store = stores
+    @classmethod
+    def from_vllm(cls, handler: GenerateBaseServing, **attributes: Any) -> Self:
+        stores = {name: OwnedStore() for name in ("response_store", "msg_store", "event_store")}
+        return super().from_vllm(handler, enable_store=True, **stores, **attributes)
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request | None = None) -> Any:
         """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""

@@ -25,8 +25,9 @@ from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, pn
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import responses
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.responses import OwnedStore, num_bytes
+from vllm_omni.entrypoints.openai.responses import OwnedStore
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import OmniEvent
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response, params
 from fastapi._compat import ModelField
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, request_response
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
 
 from vllm_omni.entrypoints.openai.request_context import RequestContext
@@ -34,6 +36,8 @@ LARGE_BYTES, LARGE_VALUES = 1 << 20, 10_000
 
 VALUE_BYTES = 40
 """What a value takes, about."""
+_ANY_BYTES = 100
+"""The same of a value of any type, beside the text in it."""
 
 _TOKENS = re.compile(rb'"[^"]*"?|[,\[{]')
 _COSTS = {ord(","): 1, ord("["): 1, ord("{"): OBJECT_VALUES, ord('"'): 0}
@@ -63,6 +67,21 @@ class JsonBody:
     @property
     def is_large(self) -> bool:
         return self.num_bytes >= LARGE_BYTES or self.num_values >= LARGE_VALUES
+
+
+def num_bytes(value: Any) -> int:
+    """About how much memory a value takes."""
+    if isinstance(value, str | bytes):
+        return _ANY_BYTES + len(value)
+    if isinstance(value, np.ndarray):
+        return _ANY_BYTES + value.nbytes
+    if isinstance(value, BaseModel):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | deque):
+        return _ANY_BYTES
+    return _ANY_BYTES + sum(map(num_bytes, value))
 
 
 def count_values(text: bytes, limit: int) -> int:

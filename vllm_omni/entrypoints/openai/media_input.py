@@ -134,7 +134,7 @@ class OmniMediaConnector(MediaConnector):
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
         kept = RequestContext.current().kept_sounds.get(url)
-        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits of its session.
+        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits before.
             return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):

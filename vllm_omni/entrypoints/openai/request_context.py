@@ -72,8 +72,8 @@ class RequestContext:
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
-        kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
-            `MediaFetcher.sound`.
+        kept_sounds: What decodes the sounds that a realtime session, or an endpoint, keeps, by their addresses in the
+            messages; as `MediaFetcher.sound`.
         kept_files: The files of its images that were fetched, likewise.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.

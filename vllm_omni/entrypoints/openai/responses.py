@@ -6,14 +6,14 @@ The text of an answer is all of it: OpenAI's API has no speech there.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, Self
 
 from fastapi import APIRouter, Request
 from openai.types.responses import ResponseFunctionToolCall
-from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
 from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
 from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
@@ -24,6 +24,7 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import MIB
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
@@ -34,8 +35,6 @@ MAX_STORED = 1000
 MAX_STORED_BYTES, MAX_TOTAL_STORED_BYTES = 64 * MIB, 512 * MIB
 """That the messages, or the events, of these take, of one key and of all: a key whose own leave keeps its newest one at
 least."""
-_VALUE_BYTES = 100
-"""About what a value takes beside the text in it."""
 
 
 class OmniResponsesRequest(ResponsesRequest):
@@ -151,19 +150,6 @@ class OwnedStore(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._own)
-
-
-def num_bytes(value: Any) -> int:
-    """About how much memory a value takes."""
-    if isinstance(value, str | bytes):
-        return _VALUE_BYTES + len(value)
-    if isinstance(value, BaseModel):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple | deque):
-        return _VALUE_BYTES
-    return _VALUE_BYTES + sum(map(num_bytes, value))
 
 
 router = APIRouter()

@@ -14,13 +14,13 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, Literal
 
-import numpy as np
 from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error, end
 from vllm_omni.entrypoints.openai.realtime.client_secrets import SUBPROTOCOL
@@ -146,7 +146,7 @@ class SpeechStream(EventSession):
             refusal = as_chat_error(error)
             param = None if refusal.param is None else f"session.{refusal.param}"
             raise EventError(refusal.message, param, refusal.code, refusal.type) from error
-        self._voice_share.set(_num_bytes_of([settings.information, request.model_dump()]))
+        self._voice_share.set(num_bytes([settings.information, request.model_dump()]))
         self._settings = settings
         await self._send("session.updated", session=self._session())
 
@@ -401,17 +401,6 @@ class _Request:
     async def close(self) -> None:
         """Aborts it, if it runs."""
         await end(self._task)
-
-
-def _num_bytes_of(value: Any) -> int:
-    """The bytes of the arrays and texts in a prompt's fields."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes_of, value.values()))
-    return sum(map(_num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
 
 
 class ServingSpeechStream:

@@ -8,8 +8,6 @@ alone. A model that vLLM transcribes with, such as Whisper, has vLLM's handlers,
 
 from __future__ import annotations
 
-import asyncio
-import io
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,8 +15,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
 
-import numpy as np
-import soundfile
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from openai.types.audio import TranscriptionVerbose
@@ -34,7 +30,7 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
-from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, to_base64
+from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Data, Line, sse_line, sse_response
@@ -186,13 +182,18 @@ class ChatTranscriptions(ServingTranscriptions):
     async def transcribe(
         self, request: TranscriptionRequest, task: Task, raw_request: Request
     ) -> Transcript | ErrorResponse:
-        seconds = await self._measure(request) if request.response_format == "verbose_json" else 0.0
+        context = RequestContext.of(raw_request)
+        seconds = 0.0
+        if request.response_format == "verbose_json":
+            sound = await self._media.sound(request.file, "file")
+            seconds = len(sound[0]) / sound[1]
+            context.kept_sounds = {request.file: lambda: sound}
         chat = request.as_chat(stage_prompt(self._chat.client, task))
         create = self._chat.create_deltas if request.stream else self._chat.create_chat_completion
         try:
             answer: Any = await create(chat, raw_request)
             if isinstance(answer, AsyncGenerator):
-                await RequestContext.of(raw_request).started()
+                await context.started()
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             if error.parameter == "audio_url":
                 error.parameter = "file"
@@ -204,12 +205,6 @@ class ChatTranscriptions(ServingTranscriptions):
             text, reason = choice.message.content or "", choice.finish_reason or "stop"
             return Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason, seconds=seconds)
         return Transcript(usage=token_usage(UsageInfo()), deltas=answer)
-
-    async def _measure(self, request: TranscriptionRequest) -> float:
-        """Seconds of the sound, which the request then has as data: an address is fetched once."""
-        samples, sample_rate = await self._media.sound(request.file, "file")
-        request.file = await asyncio.to_thread(_as_data_uri, samples, sample_rate)
-        return len(samples) / sample_rate
 
 
 class StageTranscriptions(ServingTranscriptions):
@@ -251,17 +246,6 @@ def stage_prompt(client: OmniEngineClient, task: Task) -> str:
     """What the stage that reads prompts states for a task."""
     assert client.stage is not None
     return client.stage.transcription_prompt if task == "transcribe" else client.stage.translation_prompt
-
-
-def _as_data_uri(samples: np.ndarray, sample_rate: float) -> str:
-    return f"data:audio/wav;base64,{to_base64(as_wav(samples, sample_rate))}"
-
-
-def as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
-    """float32 `[n]` as a file; no sample is changed."""
-    file = io.BytesIO()
-    soundfile.write(file, samples, int(sample_rate), format="WAV", subtype="FLOAT")
-    return file.getvalue()
 
 
 def _handler(raw_request: Request) -> ServingTranscriptions:

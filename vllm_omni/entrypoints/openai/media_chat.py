@@ -284,11 +284,10 @@ class FunctionChat(LastMessageChat):
         if answer.num_choices != 1:
             raise VLLMValidationError(f"this model has one answer; n must be 1, not {request.n}", parameter="n")
         options = RequestContext.current().options = read_options(request, self.client, self._default_modalities)
+        prompt = {**options.prompt, **await self._read_prompt(request), "modalities": [*options.modalities]}
         stream = bool(request.stream)
         return self.start(
-            cast(
-                OmniPrompt, {**options.prompt, **await self._read_prompt(request), "modalities": [*options.modalities]}
-            ),
+            cast(OmniPrompt, prompt),
             list(options.stage_params or ()),
             raw_request,
             answer.id,

@@ -64,7 +64,7 @@ def defer_headers(response: Response, context: RequestContext) -> Response:
     if not isinstance(response, StreamingResponse):
         return response
     parts: Any = response.body_iterator
-    deferred = ClosingResponse(parts, MEDIA_TYPE, {}, context)
+    deferred = ClosingResponse(parts, MEDIA_TYPE, response.headers, context)
     deferred.background = response.background  # It counts the load.
     return deferred
 

@@ -25,7 +25,7 @@ from tests.entrypoints.openai.media_apps import MODEL, png, send, server_args, u
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.openai.api_server import DiffusionModels
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.media_chat import LastMessageChat, make_chat
+from vllm_omni.entrypoints.openai.last_message_chat import LastMessageChat, make_chat
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.media import encode_outputs

@@ -22,7 +22,7 @@ from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
-from vllm_omni.entrypoints.openai.media_chat import can_chat
+from vllm_omni.entrypoints.openai.last_message_chat import can_chat
 from vllm_omni.entrypoints.openai.media_endpoint import served_names
 from vllm_omni.entrypoints.openai.middleware import DOCS_PATHS, PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext

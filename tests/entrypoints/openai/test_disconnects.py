@@ -29,11 +29,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def server(llm: AsyncOmniLLM) -> FakeServer:
-    return FakeServer(llm)
-
-
 def question(*, stream: bool = False, **options: Any) -> dict[str, Any]:
     return {"stream": stream, "options": options}
 

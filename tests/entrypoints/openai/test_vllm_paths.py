@@ -5,16 +5,13 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from fastapi import FastAPI
 from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 
-from tests.entrypoints.openai.media_apps import app_of, send, server_args
-from vllm_omni import AsyncOmniLLM
+from tests.entrypoints.openai.media_apps import send, server_args
 from vllm_omni.entrypoints.openai import operator_routes, scale_out
 from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "app"
 AS_VLLM = {
@@ -31,11 +28,6 @@ OPERATION = {
 """vLLM's own, in its development mode, and with its other options for operators."""
 NOT_ALWAYS = {"/start_profile", "/stop_profile", "/v1/decisions"}
 """Of vLLM's application with a profiler; of 0.33."""
-
-
-@pytest.fixture(scope="module")
-def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
 
 
 def paths_of(app: FastAPI) -> set[str]:

@@ -25,9 +25,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import speech_stream
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.speech import SpeechUsage
 from vllm_omni.errors import InvalidRequestError, PipelineFullError
 
@@ -304,7 +302,7 @@ def utter(speech: FakeSpeech, text: str) -> tuple[bytes, dict[str, Any]]:
     async def main() -> None:
         socket: Any = SimpleNamespace(scope={SCOPE_KEY: RequestContext()})
         given: Any = SimpleNamespace(request=None)
-        utterance = speech_stream.Utterance(speech, given, send, socket, SessionBudget(RealtimeLimits()).share)  # type: ignore[arg-type]
+        utterance = speech_stream.Utterance(speech, given, send, socket)  # type: ignore[arg-type]
         utterance.append(text)
         utterance.commit()
         await asyncio.wait_for(utterance.speak(), 30)

@@ -48,7 +48,6 @@ from vllm_omni.entrypoints.openai.last_message_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
-from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
@@ -161,7 +160,6 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
         app.state.omni_transcriptions = transcriptions.ChatTranscriptions(app.state.openai_serving_chat, args)
-    app.state.omni_sessions = Sessions(args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(

@@ -217,7 +217,7 @@ class OmniEngineClient(AsyncOperations, EngineClient):
                 request_id,
                 release_when_sent=context.release_when_sent,
                 place=context.take_place(),
-                count_unread=context.count_unread,
+                count_unread=self._counter_of(prompt, context),
                 request_fields=fields,
                 **options,
             )
@@ -230,6 +230,14 @@ class OmniEngineClient(AsyncOperations, EngineClient):
                             request_id, RecentRequest(context.owner, started, event.outputs[0].stage_metrics)
                         )
                     yield event
+
+    def _counter_of(self, prompt: str | OmniPrompt, context: RequestContext) -> Callable[[int], None] | None:
+        """See `AsyncOmniLLM.generate`. Text and speech are made on while their reader waits for its client; images and
+        videos are one event each."""
+        given = prompt.get("modalities") if isinstance(prompt, Mapping) else None
+        if context.budget is None or not {"image", "video"}.isdisjoint(given or self.config.output_types):
+            return None
+        return context.budget.share(context.client).set
 
     def _check_grammars(
         self, sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams, request_id: str | None

@@ -37,6 +37,8 @@ from vllm_omni.entrypoints.openai.json_body import (
     decode,
 )
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.root_path import RootPathMiddleware
@@ -83,13 +85,13 @@ Count: TypeAlias = Callable[[int], None]
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body.
 
-    Sets `app.state.client_secrets`. vLLM's check of the key, which ours replaces, is removed; its headers for pages of
-    other sites (CORS) are added outside of all others.
+    Sets `app.state.client_secrets` and `omni_sessions`. vLLM's check of the key, which ours replaces, is removed; its
+    headers for pages of other sites (CORS) are added outside of all others.
     """
     replaced: tuple[Any, ...] = (AuthenticationMiddleware, CORSMiddleware)
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
-    app.state.client_secrets = ClientSecrets()
+    app.state.client_secrets, app.state.omni_sessions = ClientSecrets(), Sessions(args)
     if app.root_path:
         app.add_middleware(RootPathMiddleware)
     app.add_middleware(HeadMiddleware)
@@ -102,7 +104,7 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
             has_playground=args.playground,
             public=(FRONT_PATH, *DOCS_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
         )
-    app.add_middleware(ContextMiddleware)
+    app.add_middleware(ContextMiddleware, app.state.omni_sessions.budget)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
         app.add_middleware(ServerErrorMiddleware, handler=on_unknown_error)
         options: dict[str, Any] = {**cors, "expose_headers": EXPOSED_HEADERS}
@@ -117,12 +119,12 @@ def api_keys(args: argparse.Namespace) -> list[str]:
 class ContextMiddleware:
     """Makes the `RequestContext` of a request, which holds a slot of the pipeline until its answer has been sent."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, budget: SessionBudget) -> None:
+        self.app, self._budget = app, budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = scope[SCOPE_KEY] = RequestContext.start()
-        context.address = (scope.get("client") or ("",))[0]
+        context.address, context.budget = (scope.get("client") or ("",))[0], self._budget
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
 from vllm_omni.entrypoints.openai.file_store import OwnedFiles, StoredFile, write_files
+from vllm_omni.entrypoints.openai.request_context import end
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 from vllm_omni.errors import PipelineFullError
 
@@ -161,29 +162,15 @@ class VideoStore(OwnedFiles[VideoJob]):
     async def delete(self, job: VideoJob) -> None:
         """Aborts a job if it has not ended, and removes its file. Does nothing if it was removed before."""
         self._remove(job)
-        await _ended(job)
+        if job.task is not None:
+            await end(job.task)  # Which aborts its request.
 
     async def close(self) -> None:
         """Aborts all jobs and removes all files."""
-        jobs = list(self._files.values())
-        for job in jobs:
-            self._remove(job)
-        for job in jobs:
-            await _ended(job)
+        await asyncio.gather(*map(self.delete, list(self._files.values())))
         await super().close()
 
     def _end(self, job: VideoJob) -> None:
         now = time.time()
         job.video.completed_at, job.video.expires_at = int(now), int(now + self._keep_s)
         self._expire_later(job)
-
-    def _remove(self, file: VideoJob) -> None:
-        super()._remove(file)
-        if file.task is not None and not file.has_ended:
-            file.task.cancel()
-
-
-async def _ended(job: VideoJob) -> None:
-    """Waits until a cancelled job has aborted its request."""
-    if job.task is not None and job.task is not asyncio.current_task():
-        await asyncio.wait([job.task])

@@ -19,11 +19,11 @@ from vllm_omni.entrypoints.openai.json_body import (
     OBJECT_VALUES,
     InvalidJsonError,
     TooManyValuesError,
-    bound_json_routes,
     count_values,
     decode,
     validator_of,
 )
+from vllm_omni.entrypoints.openai.middleware import bound_json_routes
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, read_event
 from vllm_omni.entrypoints.openai.speech_request import SpeechBatchRequest
 

@@ -43,10 +43,9 @@ from vllm_omni.entrypoints.openai import (
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers, returned_error
-from vllm_omni.entrypoints.openai.json_body import bound_json_routes
 from vllm_omni.entrypoints.openai.last_message_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
-from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
+from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys, bound_json_routes
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError

@@ -12,21 +12,15 @@ import asyncio
 import functools
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 import numpy as np
-from fastapi import FastAPI, HTTPException, Request, Response, params
-from fastapi._compat import ModelField
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute, request_response
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
-
-from vllm_omni.entrypoints.openai.request_context import RequestContext
 
 OBJECT_VALUES = 10
 """As many values an object counts, which takes as much memory."""
@@ -182,51 +176,3 @@ async def validated(validator: SchemaValidator, body: JsonBody) -> Any:
         # Raised by validators of vLLM's that read the raw fields, if one is missing or has another type.
         found = [{"type": "value_error", "loc": (), "msg": f"a field is missing or has a wrong type: {error}"}]
     raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found])
-
-
-def bound_json_routes(app: FastAPI) -> None:
-    """Has the routes of an application take their JSON from the `RequestContext`, and check it with a
-    `bounded_validator`. FastAPI would decode it again, on the event loop, and make an error for each value."""
-    for route in app.router.routes:
-        field = route.body_field if isinstance(route, APIRoute) else None
-        if isinstance(route, APIRoute) and field is not None and not isinstance(field.field_info, params.Form):
-            # FastAPI takes single fields out of a dict.
-            make = dict if route._embed_body_fields else _as_it_is
-            route.app = request_response(_json_handler(field, route.get_route_handler(), make))
-            field.__class__ = _CheckedField
-
-
-def _json_handler(
-    field: ModelField, handle: Callable[[Request], Awaitable[Response]], make: Callable[[Any], Any]
-) -> Callable[[Request], Awaitable[Response]]:
-    validator = bounded_validator(field._type_adapter.core_schema)
-
-    async def handle_json(request: Request) -> Response:
-        body = RequestContext.of(request).take_json()
-        if body is not None:
-            request = _CheckedRequest(request.scope, request.receive, request._send)
-            request.checked = make(await validated(validator, body))
-        elif await request.body():
-            kind = request.headers.get("content-type")
-            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json, not {kind}")
-        return await handle(request)
-
-    return handle_json
-
-
-def _as_it_is(checked: Any) -> Any:
-    return checked
-
-
-class _CheckedRequest(Request):
-    """A request whose JSON was read and checked."""
-
-    checked: Any
-
-    async def json(self) -> Any:
-        return self.checked
-
-
-class _CheckedField(ModelField):
-    def validate(self, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[dict[str, Any]]]:
-        return value, []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
+"""What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON and the check of its
+fields, garbage collection.
 
 Plain ASGI, so that streamed answers and disconnects pass unchanged. An answer is given to the web server in pieces, so
 that what the client has not read waits here, as part of a request that counts. Knows no endpoint but those that need no
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response, params
+from fastapi._compat import ModelField
+from fastapi.routing import APIRoute, request_response
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -34,7 +37,9 @@ from vllm_omni.entrypoints.openai.json_body import (
     InvalidJsonError,
     JsonBody,
     TooManyValuesError,
+    bounded_validator,
     decode,
+    validated,
 )
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
 from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
@@ -413,3 +418,51 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+def bound_json_routes(app: FastAPI) -> None:
+    """Has the routes of an application take their JSON from the `RequestContext`, and check it with a
+    `bounded_validator`. FastAPI would decode it again, on the event loop, and make an error for each value."""
+    for route in app.router.routes:
+        field = route.body_field if isinstance(route, APIRoute) else None
+        if isinstance(route, APIRoute) and field is not None and not isinstance(field.field_info, params.Form):
+            # FastAPI takes single fields out of a dict.
+            make = dict if route._embed_body_fields else _as_it_is
+            route.app = request_response(_json_handler(field, route.get_route_handler(), make))
+            field.__class__ = _CheckedField
+
+
+def _json_handler(
+    field: ModelField, handle: Callable[[Request], Awaitable[Response]], make: Callable[[Any], Any]
+) -> Callable[[Request], Awaitable[Response]]:
+    validator = bounded_validator(field._type_adapter.core_schema)
+
+    async def handle_json(request: Request) -> Response:
+        body = RequestContext.of(request).take_json()
+        if body is not None:
+            request = _CheckedRequest(request.scope, request.receive, request._send)
+            request.checked = make(await validated(validator, body))
+        elif await request.body():
+            kind = request.headers.get("content-type")
+            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json, not {kind}")
+        return await handle(request)
+
+    return handle_json
+
+
+def _as_it_is(checked: Any) -> Any:
+    return checked
+
+
+class _CheckedRequest(Request):
+    """A request whose JSON was read and checked."""
+
+    checked: Any
+
+    async def json(self) -> Any:
+        return self.checked
+
+
+class _CheckedField(ModelField):
+    def validate(self, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[dict[str, Any]]]:
+        return value, []

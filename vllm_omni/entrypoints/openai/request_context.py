@@ -16,11 +16,11 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.engine.media_tokens import MediaTokens
+from vllm_omni.entrypoints.openai.json_body import JsonBody
 from vllm_omni.inputs import SpokenText
 
 if TYPE_CHECKING:
     from vllm_omni.entrypoints.async_omni_llm import Place
-    from vllm_omni.entrypoints.openai.json_body import JsonBody
     from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 
 SCOPE_KEY = "omni_context"

@@ -272,13 +272,14 @@ class FakeSpeech:
         try:
             await asyncio.sleep(0)
             self._fail(text)
-            yield text.encode()
+            yield SimpleNamespace(sound=text.encode(), num_bytes=len(text))
         finally:
             self.num_running -= 1
 
     def new_file(self, *_: Any, **__: Any) -> Any:
-        async def add(event: bytes) -> bytes:
-            return event
+        async def add(event: Any) -> bytes:
+            sound: bytes = event.sound
+            return sound
 
         async def finish() -> bytes:
             return b"."

@@ -14,7 +14,10 @@ import pytest
 from fastapi import FastAPI
 
 from tests.coloured_shapes.recordings import RECORDINGS, recording
-from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.openai.realtime.test_responses import chat
+from tests.entrypoints.wav_files import as_uri
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.realtime import turn_detection, turn_model
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
@@ -179,11 +182,12 @@ async def send(session: Session, samples: np.ndarray) -> None:
 
 @needs_vad
 def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
+    """As a chat about its sound up to the last pause is; nothing cuts the speech of the answer."""
     samples = voiced()
 
     async def main(session: Session) -> tuple[list[Any], Any]:
         assert session.events[0].session.audio.input.turn_detection.type == "server_vad"
-        await session.configure(audio={"input": {"turn_detection": VAD}}, output_modalities=["text"])
+        await session.configure(audio={"input": {"turn_detection": VAD}}, max_output_tokens=100)
         await send(session, samples)
         events = await session.until("response.done")
         return events, await session.retrieve(events[0].item_id)
@@ -203,7 +207,14 @@ def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
     first = started.audio_start_ms * RATE // 1000
     np.testing.assert_array_equal(said, samples[first : first + len(said)])
     assert (first + len(said)) * 1000 // RATE == pytest.approx(stopped.audio_end_ms, abs=1)
-    assert events[-1].response.output[0].content[0].text
+    end = (stopped.audio_end_ms - 192) * RATE // 1000  # Windows of 32 ms: 224 ms are a pause, 416 an end.
+    uri = as_uri(encode_audio(samples[first:end].astype(np.float32) / 32768, "wav", RATE))
+    message = {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]}
+    audio = {"format": "pcm16", "voice": "default"}
+    expected = chat(realtime_app, [message], modalities=["text", "audio"], audio=audio, max_completion_tokens=100)
+    heard = expected.choices[0].message.audio
+    assert events[-1].response.output[0].content[0].transcript == heard.transcript != ""
+    assert len(speech_of(events)) == len(base64.b64decode(heard.data)) > 0
 
 
 @pytest.mark.slow

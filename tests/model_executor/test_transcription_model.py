@@ -16,6 +16,7 @@ import yaml
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
+from tests.entrypoints.wav_files import float_wav
 from tests.model_executor.tiny_speech import TEXTS as SPOKEN
 from tests.model_executor.tiny_speech import seamless_sound, write_seamless, write_vits
 from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, seamless_text, write_ctc
@@ -23,7 +24,6 @@ from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.entrypoints.openai.transcriptions import as_wav
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import CALLER
@@ -187,7 +187,7 @@ def test_a_server_transcribes(tmp_path: Path) -> None:
     expected = TEXTS["sew"](tmp_path, SOUNDS[1])
 
     def post(path: str = "/v1/audio/transcriptions", **fields: Any) -> Any:
-        return send(app, "POST", path, files={"file": ("a.wav", as_wav(SOUNDS[1], RATE))}, data=fields)
+        return send(app, "POST", path, files={"file": ("a.wav", float_wav((SOUNDS[1], RATE)))}, data=fields)
 
     with AsyncOmniLLM(str(tmp_path)) as llm:
         app = FakeServer(llm).app
@@ -214,7 +214,7 @@ def test_a_model_without_times_refuses_subtitles(tiny: Callable[[str], Path]) ->
     with AsyncOmniLLM(str(path)) as llm:
         app = FakeServer(llm).app
         for wanted, status in (("json", 200), ("srt", 400), ("vtt", 400)):
-            files = {"file": ("a.wav", as_wav(SOUNDS[1], RATE))}
+            files = {"file": ("a.wav", float_wav((SOUNDS[1], RATE)))}
             answer = send(app, "POST", "/v1/audio/transcriptions", files=files, data={"response_format": wanted})
             assert answer.status_code == status, answer.text
             if status == 400:
@@ -235,7 +235,7 @@ def test_seamless_transcribes_translates_and_speaks(version: str, tmp_path: Path
     assert german and english and german != english
 
     def post(task: str, **fields: Any) -> Any:
-        files = {"file": ("a.wav", as_wav(SOUNDS[0], RATE))}
+        files = {"file": ("a.wav", float_wav((SOUNDS[0], RATE)))}
         return send(app, "POST", f"/v1/audio/{task}", files=files, data=fields)
 
     with AsyncOmniLLM(str(tmp_path)) as llm:
@@ -281,7 +281,7 @@ def test_seamless_speaks_what_a_sound_says(version: str, tmp_path: Path) -> None
 
     with AsyncOmniLLM(str(tmp_path), str(configuration)) as llm:
         app = FakeServer(llm).app
-        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(as_wav(SOUNDS[0], RATE)).decode()}}
+        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(float_wav((SOUNDS[0], RATE))).decode()}}
         for language, sound in expected.items():
             body = {
                 "messages": [{"role": "user", "content": [part]}],

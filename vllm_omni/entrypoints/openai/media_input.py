@@ -137,7 +137,7 @@ class OmniMediaConnector(MediaConnector):
         if context.is_preprocessed(url):
             return None  # As in a request that names what vLLM has by its `uuid` alone.
         kept = context.kept_sounds.get(url)
-        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits of its session.
+        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits before.
             return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):

@@ -73,8 +73,8 @@ class RequestContext:
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
-        kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
-            `MediaFetcher.sound`.
+        kept_sounds: What decodes the sounds that a realtime session, or an endpoint, keeps, by their addresses in the
+            messages; as `MediaFetcher.sound`.
         kept_files: The files of its images that were fetched, and the data URIs of others, likewise.
         is_preprocessed: Whether the model's processor has kept what it made of one of these, by its address: such a one
             is not decoded again.

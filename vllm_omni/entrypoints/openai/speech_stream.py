@@ -14,12 +14,12 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ConfigDict, Field
 from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions, deny
@@ -137,7 +137,7 @@ class SpeechStream(EventSession):
             refusal = as_event_error(error)
             refusal.param = None if refusal.param is None else f"session.{refusal.param}"
             raise refusal from error
-        self._voice_share.set(_num_bytes_of([settings.information, request.model_dump()]))
+        self._voice_share.set(num_bytes([settings.information, request.model_dump()]))
         self._settings = settings
         await self._send("session.updated", session=self._session())
 
@@ -377,17 +377,6 @@ class _Request:
 
 def _num_bytes_of_event(event: OmniEvent | Exception) -> int:
     return 0 if isinstance(event, Exception) else event.num_bytes
-
-
-def _num_bytes_of(value: Any) -> int:
-    """The bytes of the arrays and texts in a prompt's fields."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes_of, value.values()))
-    return sum(map(_num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
 
 
 router = APIRouter()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's paths for weights where a pipeline has more to say than one engine: which stage they are of.
+"""vLLM's paths for an operator in whose place are ours: aborts, because vLLM's look into an `AsyncLLM`, and weights, of
+which a pipeline says which stage they are of.
 
-There in vLLM's development mode only. The others are vLLM's own.
+There in vLLM's development mode only, and `SCALE_OUT_PATH` with `--enable-scale-out`. The others are vLLM's own.
 """
 
 from typing import Annotated
@@ -12,13 +13,35 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
-PATHS = ("/update_weights", "/update_weight_version", "/weight_info", "/get_world_size")
+ABORT_PATH = "/abort_requests"
+PATHS = (ABORT_PATH, "/update_weights", "/update_weight_version", "/weight_info", "/get_world_size")
+SCALE_OUT_PATH = "/inference/v1/abort_requests"
 
 router = APIRouter()
+scale_out_router = APIRouter()
 
 Stage = Annotated[str | None, Query(description="The name or number of a stage. None: all.", examples=["writer"])]
 
 IncludeDP = Annotated[bool, Query(description="Count all replicas; else one of each stage.")]
+
+
+class AbortRequests(BaseModel):
+    """The requests to abort."""
+
+    request_ids: list[str] = Field([], description="Ids of answers, such as `chatcmpl-...`. None: all requests.")
+
+
+class AbortGenerated(BaseModel):
+    """The requests of `/inference/v1/generate` to abort."""
+
+    request_ids: list[str] = Field(description="Ids of answers, such as `generate-tokens-...`.")
+
+
+class AbortedRequests(BaseModel):
+    """What was aborted."""
+
+    status: str = Field(description="`aborted`.")
+    aborted: int = Field(description="How many requests were running or waiting, and are aborted.")
 
 
 class UpdateInfo(BaseModel, extra="forbid"):
@@ -67,6 +90,19 @@ class WorldSize(BaseModel):
 
 def _client(request: Request) -> OmniEngineClient:
     return request.app.state.engine_client
+
+
+@router.post(ABORT_PATH)
+async def abort_requests(body: AbortRequests, raw_request: Request) -> AbortedRequests:
+    """Aborts requests; they end as if their clients had gone. The pipeline takes the next ones."""
+    aborted = await _client(raw_request).llm.abort(body.request_ids or None)
+    return AbortedRequests(status="aborted", aborted=aborted)
+
+
+@scale_out_router.post(SCALE_OUT_PATH)
+async def abort_generated(body: AbortGenerated, raw_request: Request) -> AbortedRequests:
+    """Aborts requests of `/inference/v1/generate`."""
+    return AbortedRequests(status="aborted", aborted=await _client(raw_request).llm.abort(body.request_ids))
 
 
 @router.post("/update_weights")

@@ -13,9 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error, deltas_of, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item, Speech, spoken_length, to_messages
+from vllm_omni.entrypoints.openai.realtime.conversation import (
+    Conversation,
+    Item,
+    Picture,
+    Speech,
+    spoken_length,
+    to_messages,
+)
 from vllm_omni.entrypoints.openai.realtime.output_items import (
     Call,
     Output,
@@ -84,7 +92,9 @@ class Response:
         self._writer = ResponseWriter(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
         self._items = list(items)
-        self._media = [each for item in items for each in (*item.sounds.values(), *item.pictures.values())]
+        self._media: list[Sound | Picture] = []
+        for item in items:
+            self._media += (*item.sounds.values(), *item.pictures.values())
         self._messages_before = self._messages(items[:-1]) if is_speculative else []
         self._request = make_request(settings, self._messages(items))
         self._status = "in_progress"

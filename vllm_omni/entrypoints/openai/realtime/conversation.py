@@ -59,7 +59,7 @@ class Picture:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file; a data URI is one of its item's texts."""
+        """Bytes of the file; a data URI is one of its item's texts."""
         return len(self.source) if isinstance(self.source, bytes) else 0
 
     @property
@@ -89,7 +89,7 @@ class Speech:
 
     @property
     def length_ms(self) -> float:
-        """Of all of it. What is still being made lags behind its text, and will be longer."""
+        """Milliseconds of all of it. What is still being made lags behind its text, and will be longer."""
         return max(self.made_ms, 0.0 if self.is_made else self.text_length * _MS_PER_LETTER / self.speed)
 
 

@@ -14,7 +14,7 @@ export CLIENTS_VENV ?= .venv-clients
 OMNI_EXTRA ?= cpu
 WYOMING_PYTHON ?= python3.12
 TEST_LIMIT ?= 20
-TEST_BUDGET ?= 6
+TEST_BUDGET ?= 5
 TEST_SLOW_LIMIT ?= 60
 
 BIN := $(VENV)/bin
@@ -55,7 +55,7 @@ test: overlay  ## Run the main tests
 
 test-slow: overlay  ## Run the other tests
 	-@$(MAKE) --no-print-directory clients
-	$(RUN_TESTS) test-slow$(VLLM:%=-on-%) --limit $(TEST_SLOW_LIMIT) --budget 9 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
+	$(RUN_TESTS) test-slow$(VLLM:%=-on-%) --limit $(TEST_SLOW_LIMIT) --budget 12 -- $(PYTEST_FLAGS) -m slow $(PYTEST_ARGS)
 
 test-next:  ## Run the main tests of what depends on vLLM most on its next version
 	$(MAKE) test VLLM=$(NEXT_VLLM) TEST_LIMIT=8 TEST_BUDGET=5 PYTEST_ARGS="$(NEXT_TESTS)"
@@ -93,7 +93,7 @@ clean:  ## Remove the environment and all generated files
 	rm -rf $(VENV) $(CLIENTS_VENV) $(CLIENTS_NPM)/node_modules build dist *.egg-info packages/*/build packages/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache demo_output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml setup.cfg packages/coloured_shapes/pyproject.toml $(wildcard scripts/*.py scripts/*.txt)
+$(STAMP): pyproject.toml packages/coloured_shapes/pyproject.toml $(wildcard scripts/*.py scripts/*.txt)
 	$(PYTHON) scripts/set_up.py $(VENV) $(STAMP) $(OMNI_EXTRA)
 
 $(DOCS_STAMP): $(STAMP)

@@ -43,7 +43,7 @@ from voice import MAX_TOKENS, QUESTIONS
 
 from vllm_omni.entrypoints.cli.bench_requests import request_chat
 from vllm_omni.stage.sentences import SentenceCutter
-from vllm_omni.talk.weights import language_model
+from vllm_omni_talk.weights import language_model
 
 NODE_LLAMA_CPP = "node-llama-cpp@3.22"
 CALLERS = (1, 8)

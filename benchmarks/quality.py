@@ -47,9 +47,9 @@ from coloured_shapes.speech import HEARD_VOICES, INPUT_RATE, SAMPLE_RATE, SPEAKE
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.inputs import OmniPrompt
-from vllm_omni.speech_recognition import count_understood
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni_talk.speech_recognition import count_understood
 
 OMNI, PAINTER = "shapes", "shapes-painter"
 NEW_VOICE = "kal16"

@@ -140,9 +140,9 @@ class PlainServer(Backend):
         """
         from vllm_omni.config.loader import load_pipeline_config
         from vllm_omni.config.utils import find_checkpoint
-        from vllm_omni.talk import SAMPLE_RATE
-        from vllm_omni.talk.voice import Voice, VoiceParameters
-        from vllm_omni.talk.weights import language_model
+        from vllm_omni_talk import SAMPLE_RATE
+        from vllm_omni_talk.voice import Voice, VoiceParameters
+        from vllm_omni_talk.weights import language_model
 
         self.rate = SAMPLE_RATE
         folder = language_model(with_weights=True)

@@ -206,8 +206,11 @@ def install(folder: Path, target: Path) -> None:
         pieces = io.BufferedReader(Pieces([folder / part["file"] for part in archive["parts"]]))
         with gzip.open(pieces) as packed, tarfile.open(fileobj=packed, mode="r|") as tar:
             tar.extractall(packages, filter="data")
-    shutil.rmtree(packages / "vllm_omni", ignore_errors=True)  # the checkout's is used, with its metadata
-    further = [str(ROOT), *(path for path in (*site.getsitepackages(), *sys.path) if path.endswith("-packages"))]
+    own = [ROOT / "vllm_omni", *sorted(ROOT.glob("packages/*/vllm_omni_*"))]
+    for package in own:
+        shutil.rmtree(packages / package.name, ignore_errors=True)  # the checkout's is used, with its metadata
+    further = [str(package.parent) for package in own]
+    further += [path for path in (*site.getsitepackages(), *sys.path) if path.endswith("-packages")]
     (packages / "machine.pth").write_text("\n".join(dict.fromkeys(further)) + "\n")
     write_scripts(packages, target / "bin")
     print(f"ready: {target}")

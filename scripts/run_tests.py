@@ -4,10 +4,9 @@
     python scripts/run_tests.py run NAME --limit MINUTES --budget MINUTES -- [pytest's arguments]
     python scripts/run_tests.py report [PART=SECONDS/MINUTES ...]
 
-`run` ends pytest after its limit, with the stacks of all Python processes and the test that each was in. Tests that
-failed run once more, alone, in one process after the others: one that fails again has failed, one that passes is
-unstable, and more than `MOST_UNSTABLE` of these fail the run. So do a worker process that died, and processes and files
-that are left. The results stand in `build/tests`: NAME.xml and NAME-again.xml (JUnit), NAME.json.
+`run` ends pytest after its limit, with the stacks of all Python processes and the test that each was in. A test that
+failed fails the run, and so do a worker process that died, and processes and files that are left. The results stand in
+`build/tests`: NAME.xml (JUnit), NAME.json.
 
 `report` prints the results of all runs in `build/tests` together, and how long each part of them took.
 """
@@ -36,7 +35,6 @@ import pytest
 
 RESULTS = Path("build/tests")
 SHARED_MEMORY = Path("/dev/shm")
-MOST_UNSTABLE = 3
 MOST_MEMORY_GIB = 10
 NUM_SLOWEST = 15
 SUMMARY_S = 60
@@ -48,7 +46,7 @@ KEPT_BY_LIBRARIES = ("pytest-of-", "torchinductor_", "vllm_dist_", "gradio", "ra
 makes when it is imported, and Ray's logs."""
 WORKER_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """Sockets that vLLM's workers on another machine leave there if it dies; tests have one directory for both machines."""
-MEASURE_EVERY_S = 10
+MEASURE_EVERY_S = 30
 """Of the memory: to read it takes tens of milliseconds for each process."""
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -68,8 +66,6 @@ class Results(Part):
     """Of one run of pytest. Tests are named by their node ids."""
 
     failed: list[str] = field(default_factory=list)
-    unstable: dict[str, str] = field(default_factory=dict)
-    """The first error of each."""
     problems: list[str] = field(default_factory=list)
     """What fails the run besides its tests."""
     durations: dict[str, float] = field(default_factory=dict)
@@ -92,51 +88,31 @@ class TestRun:
         self._limit_s = limit_s
         self._peak_measured = 0.0
         RESULTS.mkdir(parents=True, exist_ok=True)
-        self._cache = RESULTS / f"{name}-cache"  # pytest keeps there which tests failed.
-        for path in (self._xml(""), self._xml("-again"), RESULTS / f"{name}.json"):
+        self._xml, self._json = (RESULTS / f"{name}.{suffix}" for suffix in ("xml", "json"))
+        for path in (self._xml, self._json):
             path.unlink(missing_ok=True)
-        shutil.rmtree(self._cache, ignore_errors=True)
 
     def run(self, arguments: Sequence[str]) -> Results:
         shared_memory = set(SHARED_MEMORY.iterdir())
         # Short, because addresses of sockets are in it.
         with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as temporary:
             try:
-                self._run_twice(arguments, temporary)
+                exit_code = self._pytest(arguments, temporary)
+                if self._xml.exists():
+                    self._read()
+                if exit_code and not (exit_code == pytest.ExitCode.TESTS_FAILED and self.results.failed):
+                    self.results.problems.append(f"pytest ended with exit code {exit_code}")
                 self._wait_for_processes()
             finally:
                 end_processes()
             self._look_for_files(Path(temporary), shared_memory)
         self.results.seconds = time.monotonic() - self._start
-        (RESULTS / f"{self.results.name}.json").write_text(json.dumps(asdict(self.results)))
+        self._json.write_text(json.dumps(asdict(self.results)))
         return self.results
 
-    def _run_twice(self, arguments: Sequence[str], temporary: str) -> None:
-        exit_code = self._pytest(arguments, "", temporary)
-        failed, self.results.durations = self._read("")
-        failed_again = failed
-        if exit_code == pytest.ExitCode.TESTS_FAILED and failed:
-            say(f"{len(failed)} failed; once more, alone")
-            exit_code = self._pytest([*arguments, "--last-failed", "--numprocesses=0"], "-again", temporary)
-            if exit_code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-                failed_again, _ = self._read("-again")
-        elif exit_code:
-            self.results.problems.append(f"pytest ended with exit code {exit_code}")
-        self.results.failed = sorted(failed_again)
-        self.results.unstable = {test: error for test, error in failed.items() if test not in failed_again}
-
-    def _xml(self, suffix: str) -> Path:
-        return RESULTS / f"{self.results.name}{suffix}.xml"
-
-    def _pytest(self, arguments: Sequence[str], suffix: str, temporary: str) -> int | None:
+    def _pytest(self, arguments: Sequence[str], temporary: str) -> int | None:
         """Its exit code; None if the limit ended it."""
-        options = [
-            f"--junitxml={self._xml(suffix)}",
-            "-o",
-            "junit_family=xunit1",
-            "-o",
-            f"cache_dir={self._cache.resolve()}",
-        ]
+        options = [f"--junitxml={self._xml}", "-o", "junit_family=xunit1"]
         environment = {**os.environ, "TMPDIR": temporary}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # Rewriting assertions takes ten seconds of each process.
         command = [sys.executable, "-m", "pytest", *arguments, *options]
@@ -178,19 +154,15 @@ class TestRun:
                 self.results.peak_tests = sorted(filter(None, map(current_test, processes)))
             self._peak_measured = time.monotonic()
 
-    def _read(self, suffix: str) -> tuple[dict[str, str], dict[str, float]]:
-        """Of a JUnit file: the failed tests with their errors, and the seconds of all tests."""
-        failed: dict[str, str] = {}
-        durations: dict[str, float] = {}
-        if not self._xml(suffix).exists():
-            return failed, durations
-        for case in ElementTree.parse(self._xml(suffix)).iter("testcase"):  # two if the teardown failed
+    def _read(self) -> None:
+        """Takes the failed tests and the seconds of all tests from the JUnit file."""
+        failed, durations = set(), self.results.durations
+        for case in ElementTree.parse(self._xml).iter("testcase"):  # two if the teardown failed
             test = node_id(case)
             durations[test] = durations.get(test, 0) + float(case.get("time", 0))
-            for tag in ("failure", "error"):
-                if (error := case.find(tag)) is not None:
-                    failed.setdefault(test, error.get("message") or error.text or tag)
-        return failed, durations
+            if case.find("failure") is not None or case.find("error") is not None:
+                failed.add(test)
+        self.results.failed = sorted(failed)
 
     def _wait_for_processes(self) -> None:
         """Gives what still runs a moment to end, and notes what does not."""
@@ -312,18 +284,16 @@ def files_in_use(folder: Path) -> set[Path]:
 
 
 def report(runs: Sequence[Results], parts: Sequence[Part]) -> bool:
-    """Prints what failed, what is unstable, the slowest tests and the times; returns whether all passed."""
+    """Prints what failed, the slowest tests and the times; returns whether all passed."""
     failed = [line for run in runs for line in (*run.failed, *(f"{run.name}: {problem}" for problem in run.problems))]
-    unstable = {test: error for run in runs for test, error in run.unstable.items()}
     durations = {test: seconds for run in runs for test, seconds in run.durations.items()}
     slowest = sorted(durations, key=durations.__getitem__, reverse=True)[:NUM_SLOWEST]
     peak = max(runs, key=lambda run: run.peak_memory, default=Results("", 0, 0))
     print_list("failed", failed)
-    print_list("unstable", [f"{test}\n    {error.strip().splitlines()[0]}" for test, error in unstable.items()])
     print_list("slowest", [f"{durations[test]:6.1f} s  {test}" for test in slowest])
     print_list("times", [f"{minutes(it.seconds):>6} of {minutes(it.budget_s):>6} planned  {it.name}" for it in parts])
     print_list(f"largest memory: {peak.peak_memory / 2**30:.1f} GiB of {MOST_MEMORY_GIB} planned, in", peak.peak_tests)
-    return not failed and len(unstable) <= MOST_UNSTABLE
+    return not failed
 
 
 def print_list(title: str, lines: Sequence[str]) -> None:

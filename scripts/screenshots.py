@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from coloured_shapes.language import random_dialogue, random_scene  # noqa: E402
 from coloured_shapes.pictures import draw  # noqa: E402
-from tests.entrypoints.playground import browser as web  # noqa: E402
+from tests.playground import browser as web  # noqa: E402
 from tests.servers import RunningServer  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"

@@ -31,8 +31,8 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 PIP_FLAGS = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]  # most modules are never imported
 IMPORT_ALL = """
-import contextlib, importlib, pkgutil, coloured_shapes, vllm_omni
-for package in (vllm_omni, coloured_shapes):
+import contextlib, importlib, pkgutil, coloured_shapes, vllm_omni, vllm_omni_playground, vllm_omni_talk
+for package in (vllm_omni, vllm_omni_playground, vllm_omni_talk, coloured_shapes):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         with contextlib.suppress(Exception):  # optional modules
             importlib.import_module(module.name)

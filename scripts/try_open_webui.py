@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from screenshots import save  # noqa: E402
 
 from tests.clients.tasks import SENTENCE, says, shows  # noqa: E402
-from tests.entrypoints.playground import browser as web  # noqa: E402
+from tests.playground import browser as web  # noqa: E402
 from tests.servers import RunningServer, answers, free_port, running_program  # noqa: E402
 
 PACKAGE = "open-webui==0.12.4"

@@ -37,7 +37,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "scripts" / "vllm_seams"
-FOLDERS = ("vllm_omni", "packages/coloured_shapes/coloured_shapes", "benchmarks")
+FOLDERS = (
+    "vllm_omni",
+    "packages/coloured_shapes/coloured_shapes",
+    "packages/playground/vllm_omni_playground",
+    "packages/talk/vllm_omni_talk",
+    "benchmarks",
+)
 """Packages of ours. A test that takes something from vLLM fails by itself."""
 
 VERSIONS = "vllm_omni.vllm_versions"

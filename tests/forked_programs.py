@@ -24,6 +24,7 @@ from typing import Any
 
 import setproctitle
 
+from vllm_omni.entrypoints import omni_base
 from vllm_omni.launch import fork_server
 from vllm_omni.launch.fork_server import ForkedStageProcess, ForkServer, wait_for_all
 
@@ -90,6 +91,13 @@ class ForkedProgram(_Fork):
         super().__init__(imported(), {"argv": argv, "output": str(output), "cwd": os.getcwd(), "env": env})
 
 
+class _ForkedForkServer(ForkServer):
+    """That of a program, which has imported what it needs. As in `vllm serve`, if the program has no threads yet."""
+
+    def __init__(self, preload: Sequence[str] = (), *, from_this_process: bool = False) -> None:
+        super().__init__(preload, from_this_process=True)
+
+
 class _ServerProcess(_Fork):
     """The process of a fork server, which two threads may end at once."""
 
@@ -109,15 +117,28 @@ class _ServerProcess(_Fork):
 class QuickForkServer(ForkServer):
     """A `ForkServer` that is itself a fork; only its start differs."""
 
+    def preload(self, modules: Sequence[str]) -> None:
+        if _import_slow(modules) and not self._has_forked:
+            with self._lock:
+                self._end()
+                self._launch()
+        super().preload(modules)
+
     def _launch(self) -> None:
-        slow = [module for module in self._modules if module.startswith(_SLOW_IMPORTS)]
-        if missing := [module for module in slow if module not in imported().modules]:
-            imported().preload(missing)
+        _import_slow(self._modules)
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             process = _ServerProcess(imported(), {"modules": self._modules, "path": sys.path, "env": dict(os.environ)})
             socket.send_fds(process._process._lifeline, [b"control"], [server_end.fileno()])
         self._process = process
+
+
+def _import_slow(modules: Sequence[str]) -> bool:
+    """Imports what takes long for all fork servers; whether that is news."""
+    missing = [it for it in modules if it.startswith(_SLOW_IMPORTS) and it not in imported().modules]
+    if missing:
+        imported().preload(missing)
+    return bool(missing)
 
 
 class _Imported(ForkServer):
@@ -176,6 +197,7 @@ def _run_program(argv: Sequence[str], output: str, cwd: str, env: Mapping[str, s
     sys.argv[:] = argv
     setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
     code, is_interrupted = 1, False
+    omni_base.ForkServer = _ForkedForkServer  # type: ignore[misc]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import vllm_omni_talk
 from vllm_omni import plugin
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import MissingPackageError, StageConfigError
 from vllm_omni.model_executor.registry import MODELS
-from vllm_omni.model_packages import OWN_PACKAGE, PACKAGES_OF_REPOSITORY, ModelPackage, find_models
+from vllm_omni.model_packages import OWN_PACKAGE, PACKAGES_OF_REPOSITORY, Command, ModelPackage, find_models, is_own
 
 Install = Callable[[str, str], None]
 
@@ -99,8 +100,22 @@ def test_a_checkpoint_is_of_one_package(install: Install, tmp_path: Path) -> Non
     (tmp_path / "checkpoints" / "talk").mkdir(parents=True)
     install("taker", "MODELS = ModelPackage(checkpoints=Path(__file__).with_name('checkpoints'))")
     models = find_models()
-    assert models.broken["taker 1.0 (taker)"].startswith("it registers the checkpoint 'talk', as vllm-omni does;")
-    assert models.checkpoints["talk"] == MODELS.checkpoint_folders["talk"]
+    reason = models.broken["taker 1.0 (taker)"]
+    assert reason.startswith("it registers the checkpoint 'talk', as vllm-omni ") and " (talk) does;" in reason
+    assert models.checkpoints["talk"] == vllm_omni_talk.MODELS.checkpoint_folders["talk"]
+
+
+def test_commands_demos_and_pages_of_a_package_are_found(install: Install) -> None:
+    install(
+        "tool",
+        "from vllm_omni.model_packages import Command\n"
+        "MODELS = ModelPackage(commands={'tune': Command('tool.tune:run', 'FILE', 'tunes a file')}, "
+        "demos={'tool.demo:run': 2}, pages={'mixer': 'tool.page:add'})",
+    )
+    models = find_models()
+    assert models.commands["tune"] == Command("tool.tune:run", "FILE", "tunes a file")
+    assert next(iter(models.demos)) == "vllm_omni_talk.demo:answer_sentence" and models.demos["tool.demo:run"] == 2
+    assert models.pages.keys() == {"playground", "mixer"}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +126,7 @@ def test_a_checkpoint_is_of_one_package(install: Install, tmp_path: Path) -> Non
         ("MODELS = {}", "TypeError: {} is no ModelPackage"),
         ("MODELS = ModelPackage(architectures={'A': 'a.b.C'})", "ValueError: A: 'a.b.C' is not module:class"),
         ("MODELS = ModelPackage(stage_kinds={'k': 'a.b.C'})", "ValueError: k: 'a.b.C' is not module:class"),
+        ("MODELS = ModelPackage(demos={'a.b.c': 1})", "ValueError: a.b.c: 'a.b.c' is not module:class"),
         ("MODELS = ModelPackage(stage_configs=Path('/no/where'))", "there is no folder /no/where"),
         ("MODELS = ModelPackage(checkpoints=Path('/no/where'))", "checkpoints: there is no folder /no/where"),
         (
@@ -169,7 +185,8 @@ def test_vllm_plugins_selects_packages(install: Install, monkeypatch: pytest.Mon
     for name in ("first", "second"):
         install(name, f"MODELS = ModelPackage(architectures={{'{name}': 'a:B'}})")
     monkeypatch.setenv("VLLM_PLUGINS", "omni,second")
-    assert list(find_models().packages) == [OWN_PACKAGE, "second 1.0 (second)"]
+    assert [name for name in find_models().packages if not is_own(name)] == ["second 1.0 (second)"]
+    assert {"talk"} == find_models().checkpoints.keys(), "ours need no selection"
     assert "installed packages with models: second 1.0 (second)\nVLLM_PLUGINS=omni,second" in find_models().describe()
 
 
@@ -207,8 +224,12 @@ def test_an_architecture_of_vllm_is_kept_with_a_warning(install: Install, caplog
 
 
 def test_finding_packages_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys, vllm_omni.model_packages as m; m.find_models(); print({'torch', 'vllm'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, vllm_omni.model_packages as m; print(len(m.find_models().packages) > 2); "
+        "print({'gradio', 'numpy', 'torch', 'transformers', 'vllm'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "True\nset()\n"
 
 
 def test_the_doctor_lists_packages(install: Install) -> None:

@@ -4,6 +4,7 @@
 import base64
 import io
 import re
+from collections.abc import Sequence
 
 import av
 import numpy as np
@@ -15,14 +16,27 @@ from PIL import Image
 from vllm_omni.errors import RequestError
 from vllm_omni.media import encode_outputs
 from vllm_omni.metrics.stats import StageMetrics
-from vllm_omni.outputs import Completion, OmniRequestOutput, StageOutput, merge_stage_outputs
+from vllm_omni.outputs import (
+    Completion,
+    OmniRequestOutput,
+    StageOutput,
+    Trajectory,
+    merge_stage_outputs,
+    pack_trajectories,
+)
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
 
-def received(output_type: str, outputs: list[torch.Tensor], output_format: str | None = None) -> OmniRequestOutput:
+def received(
+    output_type: str,
+    outputs: list[torch.Tensor],
+    output_format: str | None = None,
+    trajectories: Sequence[Trajectory] = (),
+) -> OmniRequestOutput:
     """The output of a diffusion stage, with two progress segments before it."""
     params = DiffusionSamplingParams(output_format=output_format)
     tensors, data = encode_outputs(output_type, outputs, params, 44_100)
+    tensors |= pack_trajectories(trajectories)
     preview = {"image": torch.ones(2, 2, 3, dtype=torch.uint8)}
     pieces = [
         StageOutput(request_id="r", stage_id=0, step=0, num_steps=2, data={"index": 0}, is_last=False),
@@ -64,6 +78,15 @@ def test_videos(output_format, kind):
     assert output.images == []
     assert output.fps == 16
     assert f"videos=<2 {output_format}>" in repr(output)
+
+
+@pytest.mark.parametrize(("output_type", "output_format"), [("image", "pil"), ("image", "png"), ("video", "mp4")])
+def test_media_with_their_trajectories(output_type, output_format):
+    trajectories = [Trajectory(*torch.rand(5, 2)) for _ in range(2)]
+    output = received(output_type, [PICTURE if output_type == "image" else FILM] * 2, output_format, trajectories)
+    assert len(output.images or output.videos) == 2
+    for found, trajectory in zip(output.trajectories, trajectories, strict=True):
+        assert torch.equal(found.latents, trajectory.latents) and torch.equal(found.std, trajectory.std)
 
 
 def test_audio():

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "packages" / "coloured_shapes"
+CORE = ("vllm_omni", "packages/playground/vllm_omni_playground", "packages/talk/vllm_omni_talk")
+"""The packages of the first wheel."""
 CONFIGS = {path.name for path in (ROOT / "stage_configs").glob("*.yaml")}
 
 
@@ -26,7 +28,8 @@ def test_a_checkout_finds_the_top_level_folder():
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
     configs = {f"vllm_omni/stage_configs/{name}" for name in CONFIGS}
-    assert files_of(wheel) == files_below(ROOT, "vllm_omni") | configs
+    below = (files_below((ROOT / folder).parent, Path(folder).name) for folder in CORE)
+    assert files_of(wheel) == configs.union(*below)
 
 
 def test_the_wheel_of_the_shapes_has_every_file_of_the_package(shapes_wheel):
@@ -68,11 +71,16 @@ def test_installed_models_are_found_by_their_names(installed, shapes_wheel):
     code = (
         "from vllm_omni.model_packages import find_models; print(*sorted(map(str, find_models().checkpoints.values())))"
     )
-    own = [str(installed / "vllm_omni" / "checkpoints" / "talk")]
+    own = [str(installed / "vllm_omni_talk" / "checkpoints" / "talk")]
     assert run_installed(installed, code, "-S").split() == own
     pip("install", "--no-deps", "--target", installed, shapes_wheel)
     shapes = [str(installed / "coloured_shapes" / "checkpoints" / name) for name in ("shapes", "shapes-painter")]
     assert run_installed(installed, code, "-S").split() == shapes + own
+
+
+def test_the_installed_playground_is_found(installed):
+    code = "import sys; from vllm_omni.entrypoints.cli.main import main; sys.argv[1:] = ['--help']; main()"
+    assert "vllm-omni playground URL [options]" in run_installed(installed, code, "-S")
 
 
 def test_without_vllm_the_first_use_is_one_clear_error(installed):
@@ -92,9 +100,8 @@ def test_without_vllm_the_first_use_is_one_clear_error(installed):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    return build(
-        tmp_path_factory, ROOT, "pyproject.toml", "setup.cfg", "README.md", "LICENSE", "vllm_omni", "stage_configs"
-    )
+    names = ("pyproject.toml", "README.md", "LICENSE", "stage_configs", *CORE)
+    return build(tmp_path_factory, ROOT, *names)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from coloured_shapes.language import (
 from coloured_shapes.speech import FRAME, HEARD_VOICES, INPUT_RATE, SPEAKERS, speak_all, speak_word
 from training.codec import Quantizer
 from training.tokenizer import SPACE
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 NUM_COPY_REQUESTS, NUM_OF_QUESTION = 12_000, 6
 """Requests to repeat a sentence, and recordings of each question."""

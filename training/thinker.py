@@ -47,7 +47,7 @@ from coloured_shapes.speech import FRAME, INPUT_RATE, SAMPLE_RATE, SPEAKERS, add
 from training.data import Recordings, Speakers, random_words, vary
 from training.loop import Training
 from training.tokenizer import SPACE, encode, encode_answer
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 
 @dataclass

@@ -147,7 +147,7 @@ class CollectiveRPC(Verb, frozen=True):
 WEIGHT_VERBS: frozenset[type[Verb]] = frozenset(
     {CheckWeights, LoadWeights, CommitWeights, DropWeights, UpdateWeightVersion}
 )
-"""Those of a stage whose weights can change while it runs."""
+"""The verbs of a stage whose weights can change while it runs."""
 
 AnyVerb = (
     Freeze

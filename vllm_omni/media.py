@@ -305,7 +305,7 @@ def read_media(tensors: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> 
         return list(tensors[output_type].numpy())
     if output_format == "pil":
         return [_as_pil(output) for output in tensors[output_type]]
-    return [tensors[f"file.{index}"].numpy().tobytes() for index in range(len(tensors))]
+    return [tensors[f"file.{index}"].numpy().tobytes() for index in range(count_media(tensors, data))]
 
 
 def _as_pil(pixels: torch.Tensor) -> Any:

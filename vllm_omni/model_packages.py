@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Python package declares about its models, and which packages are installed.
+"""What a Python package adds to vllm_omni, models above all, and which packages are installed.
 
 A package has an entry point of the group `vllm_omni.models` that names its `ModelPackage`. The models of this package
-are declared and found in the same way. A declaration consists of names and paths: it is read in every process of vLLM,
-without importing a model. This file knows neither torch nor vLLM.
+are declared and found in the same way, and so are those of the other packages that this distribution has. A declaration
+consists of names and paths: it is read in every process of vLLM, without importing a model. This file knows neither
+torch nor vLLM.
 """
 
 import functools
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 GROUP = "vllm_omni.models"
 OWN_PACKAGE = "vllm-omni"
@@ -23,9 +25,24 @@ PACKAGES_OF_REPOSITORY = {"shapes": "coloured_shapes", "shapes-painter": "colour
 _GUIDE = "docs/adding_a_model.md"
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command of `vllm-omni`.
+
+    Attributes:
+        function: Runs it with the words behind its name, as `module:function`. Imported when it runs.
+        usage: What follows its name, for the help: `URL [options]`.
+        summary: What it does, for the help.
+    """
+
+    function: str
+    usage: str
+    summary: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelPackage:
-    """The models of one Python package. Everything is optional; prompt processors and stage input processors need no
+    """What one Python package adds. Everything is optional; prompt processors and stage input processors need no
     declaration, since stage configurations name them.
 
     Attributes:
@@ -49,6 +66,13 @@ class ModelPackage:
         transcription_adapters: The same of its classes that transcribe: a `TranscriptionModel`.
         tiny_checkpoints: For `vllm_omni.testing.tiny_checkpoints`, by name: modules with `SIZES`, names of sizes, and
             `write(path: Path, seed: int, size: str)`.
+        commands: Commands of `vllm-omni` beside its own, by name.
+        demos: Parts of `vllm-omni demo`, functions of a `vllm_omni.entrypoints.cli.demo_results.DemoRun`, as
+            `module:function`; with the number of steps that each prints.
+        pages: Functions that add a page to the application of `vllm serve`, by the page's name, as `module:function`.
+            There is one name: `playground`, for `--playground`. Called with the application and, by name, the server's
+            `url` and `api_key`, `description` (the answer of `/v1/pipeline`), `path`, `auth` (NAME:PASSWORD, or None)
+            and `root_path`.
 
     Raises:
         ValueError: A path is not `module:class`, or a file or folder does not exist.
@@ -64,10 +88,16 @@ class ModelPackage:
     speech_adapters: Mapping[str, str] = field(default_factory=dict)
     transcription_adapters: Mapping[str, str] = field(default_factory=dict)
     tiny_checkpoints: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    demos: Mapping[str, int] = field(default_factory=dict)
+    pages: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        commands = {name: command.function for name, command in self.commands.items()}
+        demos = {path: path for path in self.demos}
         adapters = (self.speech_adapters, self.transcription_adapters)
-        for paths in (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds, *adapters):
+        of_models = (self.architectures, self.hf_configs, self.made_checkpoints, self.stage_kinds, *adapters)
+        for paths in (*of_models, commands, demos, self.pages):
             for name, path in paths.items():
                 if path.count(":") != 1:
                     raise ValueError(f"{name}: {path!r} is not module:class")
@@ -104,6 +134,8 @@ class ModelPackage:
             "speech adapter": self.speech_adapters,
             "transcription adapter": self.transcription_adapters,
             "tiny checkpoint": self.tiny_checkpoints,
+            "command": self.commands,
+            "page": self.pages,
         }
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
 
@@ -123,17 +155,17 @@ class InstalledModels:
     @functools.cached_property
     def architectures(self) -> dict[str, str]:
         """`module:class` by architecture."""
-        return {name: path for models in self.packages.values() for name, path in models.architectures.items()}
+        return self._all("architectures")
 
     @functools.cached_property
     def hf_configs(self) -> dict[str, str]:
         """`module:class` by `model_type`."""
-        return {name: path for models in self.packages.values() for name, path in models.hf_configs.items()}
+        return self._all("hf_configs")
 
     @functools.cached_property
     def stage_configs(self) -> dict[str, Path]:
         """Files by `model_type`, and variants by their names."""
-        return {name: path for models in self.packages.values() for name, path in models.stage_config_files.items()}
+        return self._all("stage_config_files")
 
     @functools.cached_property
     def pipelines(self) -> dict[str, Path]:
@@ -144,33 +176,51 @@ class InstalledModels:
     @functools.cached_property
     def made_checkpoints(self) -> dict[str, str]:
         """`module:function` by the checkpoint's name."""
-        return {name: path for models in self.packages.values() for name, path in models.made_checkpoints.items()}
+        return self._all("made_checkpoints")
 
     @functools.cached_property
     def checkpoints(self) -> dict[str, Path]:
         """Folders by the checkpoint's name."""
-        return {name: path for models in self.packages.values() for name, path in models.checkpoint_folders.items()}
+        return self._all("checkpoint_folders")
 
     @functools.cached_property
     def stage_kinds(self) -> dict[str, str]:
         """`module:class` by `engine_type`."""
-        return {name: path for models in self.packages.values() for name, path in models.stage_kinds.items()}
+        return self._all("stage_kinds")
 
     @functools.cached_property
     def speech_adapters(self) -> dict[str, str]:
         """`module:class` by the class of transformers."""
-        return {name: path for models in self.packages.values() for name, path in models.speech_adapters.items()}
+        return self._all("speech_adapters")
 
     @functools.cached_property
     def transcription_adapters(self) -> dict[str, str]:
         """`module:class` by the class of transformers."""
-        packages = self.packages.values()
-        return {name: path for models in packages for name, path in models.transcription_adapters.items()}
+        return self._all("transcription_adapters")
 
     @functools.cached_property
     def tiny_checkpoints(self) -> dict[str, str]:
         """Modules by the checkpoint's name."""
-        return {name: path for models in self.packages.values() for name, path in models.tiny_checkpoints.items()}
+        return self._all("tiny_checkpoints")
+
+    @functools.cached_property
+    def commands(self) -> dict[str, Command]:
+        """Commands by name."""
+        return self._all("commands")
+
+    @functools.cached_property
+    def demos(self) -> dict[str, int]:
+        """Numbers of steps by `module:function`, in the order in which they run."""
+        return self._all("demos")
+
+    @functools.cached_property
+    def pages(self) -> dict[str, str]:
+        """`module:function` by the page's name."""
+        return self._all("pages")
+
+    def _all(self, field: str) -> dict[str, Any]:
+        """A field of all packages."""
+        return {name: value for models in self.packages.values() for name, value in getattr(models, field).items()}
 
     def describe(self) -> str:
         """Describes in lines the packages, those that are left out, and how to add a model that is in none of them."""
@@ -178,7 +228,7 @@ class InstalledModels:
 
     def describe_packages(self) -> str:
         """Describes in lines the packages, and those that are left out."""
-        others = ", ".join(name for name in self.packages if name != OWN_PACKAGE) or "none"
+        others = ", ".join(name for name in self.packages if not is_own(name)) or "none"
         left_out = [f"{package} is left out: {reason}" for package, reason in self.broken.items()]
         if (selected := os.environ.get(_SELECTION)) is not None:
             left_out.append(f"{_SELECTION}={selected} leaves out all others")
@@ -187,7 +237,7 @@ class InstalledModels:
 
 @functools.cache
 def find_models() -> InstalledModels:
-    """The models of this package and of all installed ones that `VLLM_PLUGINS` allows. Looks once in a process."""
+    """What this package and all installed ones that `VLLM_PLUGINS` allows add. Looks once in a process."""
     packages, broken = {OWN_PACKAGE: _load(_OWN)}, {}
     for entry_point in _allowed_entry_points():
         name = _describe(entry_point)
@@ -199,10 +249,21 @@ def find_models() -> InstalledModels:
     return InstalledModels({name: m for name, m in packages.items() if name not in conflicts}, broken | conflicts)
 
 
+def is_own(package: str) -> bool:
+    """Whether a package of `InstalledModels` is of this distribution."""
+    return package.partition(" ")[0] == OWN_PACKAGE
+
+
 def _allowed_entry_points() -> list[EntryPoint]:
-    allowed = os.environ.get(_SELECTION)  # As vLLM reads it, which may not be installed.
-    found = entry_points(group=GROUP)
-    return [point for point in found if allowed is None or point.name in allowed.split(",")]
+    """Those of this distribution first: it has all of them, whatever `VLLM_PLUGINS` selects."""
+    selected = os.environ.get(_SELECTION)  # As vLLM reads it, which may not be installed.
+    own, others = [], []
+    for point in entry_points(group=GROUP):
+        if is_own(_describe(point)):
+            own.append(point)
+        elif selected is None or point.name in selected.split(","):
+            others.append(point)
+    return own + others
 
 
 def _describe(entry_point: EntryPoint) -> str:
@@ -218,7 +279,7 @@ def _load(entry_point: EntryPoint) -> ModelPackage:
 
 
 def _find_conflicts(packages: Mapping[str, ModelPackage]) -> dict[str, str]:
-    """The packages that register what another one registers too, and why they are left out: all but this package."""
+    """The packages that register what another one registers too, and why they are left out: all but our own."""
     owners = defaultdict(list)
     for package, models in packages.items():
         for name in models.names:
@@ -227,5 +288,5 @@ def _find_conflicts(packages: Mapping[str, ModelPackage]) -> dict[str, str]:
         package: f"it registers the {name}, as {' and '.join(o for o in having if o != package)} does; uninstall one"
         for name, having in owners.items()
         for package in having
-        if len(having) > 1 and package != OWN_PACKAGE
+        if len(having) > 1 and not is_own(package)
     }

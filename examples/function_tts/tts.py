@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from vllm_omni.function_stage import FunctionStage
+from vllm_omni import FunctionStage
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # of Hibari's runtime
 

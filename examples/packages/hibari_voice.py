@@ -3,7 +3,7 @@
 
 import os
 
-from vllm_omni.function_stage import FunctionStage
+from vllm_omni import FunctionStage
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # of the runtime
 

@@ -3,8 +3,8 @@
 
 import msgspec
 
+from vllm_omni import FunctionStage
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.function_stage import FunctionStage
 
 
 class Parameters(msgspec.Struct):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_omni.function_stage import FunctionStage
+from vllm_omni import FunctionStage
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # of the runtime
 

@@ -9,7 +9,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.media import make_prompt
 
@@ -53,7 +52,7 @@ def test_all_processes_are_accounted_and_stages_run_alone(
     prompts = [make_prompt(tiny_qwen3_omni_moe, "text", seed) for seed in range(4)]
     stages = ["thinker", "talker", "code2wav"]
     config = stage_configs_dir() / "qwen3_omni_moe.yaml"
-    with quick_servers(), efficiency.open_pipeline(tiny_qwen3_omni_moe, config, 4) as pipeline:
+    with efficiency.open_pipeline(tiny_qwen3_omni_moe, config, 4) as pipeline:
         rate, accounts = pipeline.run(prompts, load, 4)
         rates = efficiency.run_alone(pipeline.job(prompts, load))
 

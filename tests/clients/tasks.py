@@ -17,7 +17,7 @@ from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
 from tests.coloured_shapes.recordings import recording
-from vllm_omni.speech_recognition import count_understood
+from vllm_omni_talk.speech_recognition import count_understood
 
 SENTENCE = "A red circle is left of a blue square."
 """Is spoken, and painted."""

@@ -7,7 +7,7 @@ import numpy as np
 import soundfile
 
 from coloured_shapes.speech import SAMPLE_RATE
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 RECORDINGS = {file.stem.replace("_", " "): file for file in Path(__file__).with_name("questions").glob("*.flac")}
 

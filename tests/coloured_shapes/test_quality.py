@@ -33,7 +33,7 @@ from tests.coloured_shapes.recordings import RECORDINGS
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.speech_recognition import count_understood
+from vllm_omni_talk.speech_recognition import count_understood
 
 SMALL_WINDOWS = [
     {"from": 0, "to": 1, "window_size": 3, "first_window_size": 2},

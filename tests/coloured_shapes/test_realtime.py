@@ -31,7 +31,7 @@ from tests.entrypoints.openai.realtime.sessions import Session, converse, speech
 from tests.examples.running import run_example
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.speech_recognition import count_understood
+from vllm_omni_talk.speech_recognition import count_understood
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +69,7 @@ async def show_picture(session: Session) -> None:
     rng = random.Random(0)
     draw(rng, random_scene(rng)).save(file, "PNG")
     image = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    content: Any = [{"type": "input_image", "image_url": image}]
-    await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-    await session.until("conversation.item.done")
+    await session.add({"type": "input_image", "image_url": image})
 
 
 def skip_without_vad(detects: bool) -> None:

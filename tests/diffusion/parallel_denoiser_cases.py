@@ -151,7 +151,7 @@ class TestRows:
         shared.add("bad", **GUIDED)
         while not shared.steps_of("bad"):
             shared.step()
-        (running,) = shared.executor._runner.running
+        (running,) = shared.executor.runner.running
         *_, captions = running.waiting.args
         captions[1] = captions[1][:, :5]
         shared.run()
@@ -160,7 +160,7 @@ class TestRows:
 
     def test_adapters_are_refused(self, shared: ParallelHarness) -> None:
         with pytest.raises(ValueError, match=r"'ink': this stage takes none: its denoiser runs on several devices"):
-            shared.executor._runner._adapters.activate("ink", "ink.safetensors", 1.0)
+            shared.executor.runner._adapters.activate("ink", "ink.safetensors", 1.0)
 
 
 class TestTokens:

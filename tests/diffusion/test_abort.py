@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.diffusion.watched_engine import NUM_STEPS, SHORT, WatchedEngine, new_request
-from tests.entrypoints.fake_pipelines import is_idle, quick_servers, set_deadline
+from tests.entrypoints.fake_pipelines import is_idle, set_deadline
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniEvent
@@ -120,9 +120,7 @@ def generate(llm: AsyncOmniLLM, seed: int, settings: dict[str, Any] = SHORT) -> 
 
 @pytest.fixture(scope="module")
 def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[AsyncOmniLLM]:
-    with quick_servers():
-        llm = AsyncOmniLLM(str(tiny_diffusion("z_image")), max_steps=100_000, log_stats=True)
-    with llm:
+    with AsyncOmniLLM(str(tiny_diffusion("z_image")), max_steps=100_000, log_stats=True) as llm:
         yield llm
 
 

@@ -11,7 +11,6 @@ import torch
 from diffusers import DiffusionPipeline
 from vllm.lora.request import LoRARequest
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.diffusion.preview import estimate_clean, make_preview
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
@@ -30,9 +29,7 @@ def model(tiny_diffusion: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[OmniLLM]:
     """Keeps fewer adapters than the requests of a test use."""
-    with quick_servers():
-        llm = OmniLLM(str(model), max_loras=2, preview_size=PREVIEW_SIZE)
-    with llm:
+    with OmniLLM(str(model), max_loras=2, preview_size=PREVIEW_SIZE) as llm:
         yield llm
 
 

@@ -55,7 +55,7 @@ def generate(pipe: DiffusionPipeline, prompt: str) -> torch.Tensor:
 
 
 def job(executor: DiffusersPipelineExecutor, prompt: str) -> DiffusionJob:
-    pipeline_class = type(executor._runner._pipe)
+    pipeline_class = type(executor.runner._pipe)
     arguments = {"prompt": prompt, **ARGUMENTS}
     return DiffusionJob(request_id=prompt, index=0, pipeline_class=pipeline_class, arguments=arguments, seed=1)
 

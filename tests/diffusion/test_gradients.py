@@ -32,7 +32,7 @@ def change(request_id: str, num_inference_steps: int) -> NewRequest:
 
 def test_nothing_is_computed_with_gradients(watched: WatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a network, nor by a pipeline itself: `encode` is no call that waits for others."""
-    vae = watched.engine._executor._runner._pipe.vae
+    vae = watched.engine._executor.runner._pipe.vae
     compute, encode = gpu_diffusion_worker.compute, vae.encode
     modes: list[bool] = []
 

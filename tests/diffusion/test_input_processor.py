@@ -128,18 +128,17 @@ def test_the_settings_depend_on_input_images(processors: dict[str, DiffusionInpu
         process(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [("flux", [255] * 3), ("qwen_image_edit", [255] * 3), ("qwen_image_layered", [255, 0, 0, 0])],
-)
-def test_only_a_model_that_takes_alpha_gets_it(
-    name: str, shown: list[int], tiny_diffusion: Callable[[str], Path]
-) -> None:
-    processor = make_processor(tiny_diffusion(name), None)
+@pytest.mark.parametrize(("channels", "shown"), [(3, [255] * 3), (4, [255, 0, 0, 0])])
+def test_only_a_model_that_encodes_alpha_gets_it(channels: int, shown: list[int], tmp_path: Path) -> None:
+    index = {"_class_name": "QwenImageLayeredPipeline", "vae": ["diffusers", "AutoencoderKLQwenImage"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"input_channels": channels}))
+    processor = make_processor(tmp_path, None)
 
     (pixels,) = process(processor, image=Image.new("RGBA", (96, 64), (255, 0, 0, 0))).images
 
-    assert pixels.shape == (64, 96, len(shown)) and pixels[0, 0].tolist() == shown
+    assert pixels.shape == (64, 96, channels) and pixels[0, 0].tolist() == shown
 
 
 def test_a_photo_is_upright(processors: dict[str, DiffusionInputProcessor]) -> None:

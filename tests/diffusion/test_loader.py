@@ -19,7 +19,6 @@ from vllm_omni.diffusion.loader import load_pipeline, weight_bytes
 from vllm_omni.errors import StageConfigError
 
 CPU = torch.device("cpu")
-ATTENTION_WARNING = "ignore:Attention backends"
 
 
 @pytest.fixture(scope="module")

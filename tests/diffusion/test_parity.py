@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
-from tests.diffusion.tiny_calls import NEED_PACKAGES, SMALLEST, images_for, make_image
-from tests.entrypoints.fake_pipelines import quick_servers
+from tests.diffusion.tiny_calls import NEED_IMAGES, NEED_PACKAGES, SMALLEST, images_for, make_image
 from vllm_omni import OmniLLM
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
@@ -105,9 +105,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def llm(name: str, tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
-    with quick_servers():
-        llm = OmniLLM(str(tiny_diffusion(name)), batch_wait_ms=50)  # so that they do meet
-    with llm:
+    with OmniLLM(str(tiny_diffusion(name)), batch_wait_ms=50) as llm:  # so that they do meet
         yield llm
 
 
@@ -128,6 +126,7 @@ def test_a_request_alone_and_in_a_batch_equals_diffusers(
         oracle.generate_all(request.prompt, seed=request.seed, images=request.images, **request.call)
         for request in requests
     ]
+    check_reference(name, oracle, expected[0][0])
 
     assert_equal(made_by(llm, requests[0]), expected[0])
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -136,6 +135,46 @@ def test_a_request_alone_and_in_a_batch_equals_diffusers(
         assert_equal(one, other)
 
 
+def check_reference(name: str, oracle: DiffusersOracle, of_seed_1: torch.Tensor) -> None:
+    """A reference whose output hardly depends on its inputs would prove nothing.
+
+    Args:
+        of_seed_1: What it makes of "a red cat".
+    """
+
+    def make(prompt: str = "a red cat", **changes: Any) -> torch.Tensor:
+        return oracle.generate(prompt, seed=0, **{"images": images_for(name), **SMALLEST[name], **changes})
+
+    def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float((one - other).abs().mean())
+
+    made = make()
+    assert difference(of_seed_1, made) > 0.1 * made.std()
+    assert difference(make("the wind in a tree at night"), made) > 0.1 * made.std()
+    if made.shape[-1] in (3, 4):  # pixels
+        assert made.std() > 0.1 and ((made == 0) | (made == 1)).float().mean() < 0.1
+    if "negative_prompt" in GUIDED[name]:
+        guided = {"true_cfg_scale": 4.0} if name == "flux" else {}
+        dark, bright = (make(negative_prompt=word, **guided) for word in ("dark", "very bright"))
+        assert difference(dark, bright) > 0.01
+    if name in (*SEVERAL_IMAGES, *NEED_IMAGES, "flux", "stable_diffusion_3", "z_image"):
+        strength = {"strength": 0.5} if name in IMAGE_TO_IMAGE else {}
+        mode = images_for(name)[0].mode if images_for(name) else "RGB"
+        one, other = (make(images=[make_image(seed, 64, 64).convert(mode)], **strength) for seed in (1, 2))
+        # Of layers, attention reads little else.
+        assert difference(one, other) > (0.003 if name == "qwen_image_layered" else 0.01)
+
+
 def assert_equal(made: list[np.ndarray], expected: list[torch.Tensor]) -> None:
     for one, other in zip(made, expected, strict=True):
         np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=1e-4)
+
+
+def test_the_oracle_equals_the_pipeline(tiny_diffusion: Callable[[str], Path]) -> None:
+    path, call = tiny_diffusion("z_image"), SMALLEST["z_image"]
+    pipe = DiffusionPipeline.from_pretrained(path)
+    expected = pipe("a red cat", generator=torch.Generator().manual_seed(3), output_type="np", **call)
+    oracle = DiffusersOracle(path)
+
+    assert torch.equal(oracle.generate("a red cat", seed=3, **call), torch.from_numpy(expected.images[0]))
+    assert oracle.generate("a red cat", seed=3, output_type="latent", **call).shape == (16, 8, 8)

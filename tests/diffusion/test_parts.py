@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.request_builder import RequestBuilder
@@ -54,9 +53,7 @@ def test_the_image_equals_that_of_the_whole_pipeline(
     path = tmp_path / "stages.yaml"
     path.write_text(yaml.safe_dump(two_stages()))
     prompts = ["a cat", "a very large dog in the rain"]
-    with quick_servers():
-        llm = OmniLLM(str(model), stage_configs_path=str(path))
-    with llm:
+    with OmniLLM(str(model), stage_configs_path=str(path)) as llm:
         outputs = llm.generate(prompts, [None, settings | {"seed": 5, "output_format": "np"}], use_tqdm=False)
     oracle = DiffusersOracle(model)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -110,7 +110,7 @@ def check_another_seed(model: Path, settings: dict[str, Any], num_calls: int) ->
         expected = oracle.generate("a cat", seed=seed, **settings)
         torch.testing.assert_close(harness.ends[f"{turn}"].output, expected, atol=1e-4, rtol=0)
         counts = CacheCounts(queries=(turn + 1) * num_calls, hits=turn * num_calls)
-        assert harness.executor.prompt_cache_counts == counts
+        assert harness.executor.runner.prompt_cache.counts == counts
 
 
 def test_another_seed(tiny_diffusion: Callable[[str], Path]):

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.entrypoints.fake_pipelines import descendants, quick_servers, wait_until_ended
+from tests.entrypoints.fake_pipelines import descendants, wait_until_ended
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
@@ -20,9 +20,7 @@ PARAMS = {**SIZE, "seed": 7, "output_format": "np"}
 
 @pytest.fixture
 def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
-    with quick_servers():
-        llm = OmniLLM(str(tiny_diffusion("z_image")), data_parallel_size=2)
-    with llm:
+    with OmniLLM(str(tiny_diffusion("z_image")), data_parallel_size=2) as llm:
         yield llm
 
 

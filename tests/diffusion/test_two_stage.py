@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 
@@ -48,14 +47,8 @@ def llm(
     (folder / "rewriter").symlink_to(tiny_qwen3)
     (folder / "image").symlink_to(tiny_diffusion("z_image"))
     (folder / "pipeline.yaml").write_text(yaml.safe_dump(CONFIGURATION))
-    with quick_servers():
-        llm = OmniLLM(
-            str(folder),
-            str(folder / "pipeline.yaml"),
-            dtype="float32",
-            stage_overrides={"rewriter": {"max_num_seqs": 4, "enforce_eager": True}},
-        )
-    with llm:
+    overrides = {"rewriter": {"max_num_seqs": 4, "enforce_eager": True}}
+    with OmniLLM(str(folder), str(folder / "pipeline.yaml"), dtype="float32", stage_overrides=overrides) as llm:
         yield llm
 
 

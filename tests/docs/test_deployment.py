@@ -182,6 +182,6 @@ def test_the_image_has_a_python_that_the_package_takes() -> None:
 
 def test_the_image_gets_all_that_the_build_reads() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    needed = {"pyproject.toml", "setup.cfg", "vllm_omni", "packages", "stage_configs", "scripts", PROJECT["readme"]}
+    needed = {"pyproject.toml", "vllm_omni", "packages", "stage_configs", "scripts", PROJECT["readme"]}
     assert needed | set(PROJECT["license-files"]) == kept
     assert all((ROOT / name).exists() for name in kept)

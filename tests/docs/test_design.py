@@ -45,3 +45,10 @@ def referred(page: Path) -> list[str]:
     """The decisions that a page names, in brackets at the ends of sentences."""
     lists = re.findall(r"\((?:decisions? )?(\d{1,3}(?:,\s+\d{1,3})*)(?: in part)?\)", page.read_text())
     return [number for one in lists for number in re.split(r",\s+", one)]
+
+
+def test_times_of_pages_are_those_of_the_code() -> None:
+    named = [found for page in DESIGN for found in re.findall(r"(\d+(?:\.\d+)?) s\s+\(`(\w+)`\)", page.read_text())]
+    code = "\n".join(path.read_text() for path in (ROOT / "vllm_omni").rglob("*.py"))
+    wrong = [(number, name) for number, name in named if not re.search(rf"^{name} = {float(number)}$", code, re.M)]
+    assert named and wrong == []

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.docs.pages import ROOT
-from tests.entrypoints.playground import browser as web
-from tests.entrypoints.playground.conftest import skip_without_browser
+from tests.playground import browser as web
+from tests.playground.conftest import skip_without_browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-import vllm_omni
 from tests.docs.pages import Snippet, snippets
 from vllm_omni.entrypoints.cli.arguments import fold_stage_flags
 from vllm_omni.entrypoints.cli.config import ConfigCommand
@@ -23,11 +22,8 @@ SERVE = re.compile(r"^(?:\w+=\S+ )*(?:vllm serve|vllm-omni serve|vllm-omni confi
 
 
 @pytest.mark.parametrize("snippet", PROGRAMS, ids=str)
-def test_programs_compile_and_import_what_exists(snippet: Snippet) -> None:
-    tree = compile(snippet.text, str(snippet), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "vllm_omni":
-            assert {alias.name for alias in node.names} <= set(vllm_omni.__all__), snippet
+def test_programs_compile(snippet: Snippet) -> None:
+    compile(snippet.text, str(snippet), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), ids=str)

@@ -2,7 +2,6 @@
 """A few real engines, each started once and shared by all tests of a session."""
 
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ BLOCK_SIZE = 32
 def running_engines() -> Iterator[list[OmniLLMEngine]]:
     """Closed at the end of the session, last first."""
     register()
-    gc.freeze()  # vLLM collects garbage while it starts, which takes a second with everything imported.
     engines: list[OmniLLMEngine] = []
     yield engines
     for engine in reversed(engines):

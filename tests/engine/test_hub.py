@@ -19,6 +19,8 @@ from vllm_omni.engine import hub
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import StageConfigError
 
+POLL_S = 0.01
+
 
 class Hub(ThreadingHTTPServer):
     """A fake of the hub, which answers everything alike."""
@@ -29,7 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.info: dict[str, object] | None = None
         """The answer to the first request, which then has no error."""
         super().__init__(("127.0.0.1", 0), _Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 

@@ -56,7 +56,6 @@ def test_stop_strings(engine_name, request, oracle):
         assert len(output.multimodal_output["hidden"]) == 6 + len(completion.token_ids) - 1
 
 
-@pytest.mark.slow
 class TestClosing:
     def test_others_continue_and_the_closed_engine_raises(self, start_engine, text_engine, tiny_qwen3):
         engine = start_engine(tiny_qwen3, block_size=32)

@@ -17,7 +17,8 @@ from tests.engine import test_async_scheduling
 def test_steps_that_overlap() -> None:
     """Not with a grammar, whose kernel has masks that the interpreter does not take, nor twice what takes long."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.engine.interpreted_triton", "-p", "no:cacheprovider", "-n0"]
-    selection = ["-k", "v2 and not grammar and not sequences", "--no-header", "-q", test_async_scheduling.__file__]
+    what = "v2 and not grammar and not sequences and not (loses and not penalties-6)"
+    selection = ["-k", what, "--no-header", "-q", test_async_scheduling.__file__]
     root = Path(__file__).parents[2]
     done = subprocess.run([*command, *selection], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-20000:]

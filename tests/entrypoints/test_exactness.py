@@ -15,28 +15,199 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from vllm import SamplingParams
 
 from tests.entrypoints.fake_pipelines import quick_servers
-from tests.entrypoints.random_requests import (
-    CODES,
-    RandomRequest,
-    Result,
-    make_random_request,
-    run_hf,
-    send,
-    send_concurrently,
-)
-from vllm_omni import AsyncOmniLLM
+from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompt
 
 MAX_CONCURRENCY = 8
+SPEAKERS = ("Chelsie", "Ethan", "Aiden")
+CODES = "codes"
+"""The name of the talker's tokens where they are an output."""
 MODALITIES = (None, ("text",), ("audio",), ("text", "audio"), ("audio", CODES))
 MAX_TALKER_TOKENS = 60
 """The longest speech, in codes."""
 SPREAD_S = 0.6
+"""Of the times at which requests are sent."""
+WAVE_TOLERANCE = 1e-4
 ONE_IN_REFERENCE = 3
 """Of the greedy requests, how many HF transformers repeats."""
+
+
+@dataclass(frozen=True)
+class RandomRequest:
+    """
+    Attributes:
+        kind, media_seed: Of the prompt (`media.make_prompt`).
+        modalities: As in a prompt; None for all outputs of the pipeline.
+        text_tokens, talker_tokens: (min, max).
+        seed: Of text and codes, which are then sampled as the model's authors do; None: greedy.
+        wave_seed: Of the noise that the wave is made from, in models that draw noise.
+        delay_s: When it is sent, after the first of the concurrent requests could be.
+        stream: Whether its client streams.
+        aborts: Its client disconnects at the first event.
+    """
+
+    kind: str
+    media_seed: int
+    speaker: str
+    modalities: tuple[str, ...] | None
+    text_tokens: tuple[int, int]
+    talker_tokens: tuple[int, int]
+    seed: int | None
+    wave_seed: int
+    delay_s: float
+    stream: bool
+    aborts: bool
+
+    def prompt(self, checkpoint: Path) -> dict[str, Any]:
+        prompt = make_prompt(checkpoint, self.kind, self.media_seed)
+        prompt["additional_information"] = {"speaker": self.speaker}
+        if self.modalities is not None:
+            prompt["modalities"] = list(self.modalities)
+        return prompt
+
+    def sampling_params(self, top_k: int, top_p: float) -> list[SamplingParams]:
+        """One for each stage. `top_k` and `top_p` are the talker's, where it samples."""
+        greedy: dict[str, Any] = {"temperature": 0.0}
+        text = greedy if self.seed is None else {"temperature": 0.8, "top_p": 0.95, "top_k": 20, "seed": self.seed}
+        codes = greedy if self.seed is None else {"temperature": 0.9, "top_p": top_p, "top_k": top_k, "seed": self.seed}
+        return [
+            SamplingParams(min_tokens=self.text_tokens[0], max_tokens=self.text_tokens[1], **text),
+            SamplingParams(
+                min_tokens=self.talker_tokens[0],
+                max_tokens=self.talker_tokens[1],
+                repetition_penalty=1.05,
+                detokenize=False,
+                **codes,
+            ),
+            SamplingParams(max_tokens=1, seed=self.wave_seed, detokenize=False),
+        ]
+
+
+def make_random_request(rng: random.Random) -> RandomRequest:
+    """Any kind of prompt, any length, any voice, any modalities; half of them greedy."""
+    return RandomRequest(
+        kind=rng.choice((*PROMPT_KINDS, *HARD_KINDS)),
+        media_seed=rng.randrange(1000),
+        speaker=rng.choice(SPEAKERS),
+        modalities=rng.choice(MODALITIES),
+        text_tokens=_length(rng, 28),
+        talker_tokens=_length(rng, MAX_TALKER_TOKENS),
+        seed=rng.choice((None, rng.randrange(1 << 31))),
+        wave_seed=rng.randrange(1 << 31),
+        delay_s=rng.uniform(0, SPREAD_S),
+        stream=rng.random() < 0.5,
+        aborts=rng.random() < 0.1,
+    )
+
+
+def _length(rng: random.Random, longest: int) -> tuple[int, int]:
+    """Sometimes fixed, sometimes up to the model, now and then 1."""
+    length = rng.choice((1, *(rng.randint(2, longest) for _ in range(7))))
+    return rng.choice((0, 0, length)), length
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outputs of a request; None: not requested.
+
+    Attributes:
+        codes: The talker's tokens, as sampled.
+        audio: float32 `[samples]`.
+    """
+
+    text: list[int] | None = None
+    codes: list[int] | None = None
+    audio: torch.Tensor | None = None
+
+    def difference_to(self, other: "Result") -> str | None:
+        """In words; None if there is none beyond rounding of the wave."""
+        for name, mine, theirs in (("text", self.text, other.text), ("codes", self.codes, other.codes)):
+            if mine is not None and theirs is not None and mine != theirs:
+                return f"{name}: {mine} and {theirs}"
+        distance = self.wave_distance(other)
+        if not distance <= WAVE_TOLERANCE:
+            return f"waves of {_samples(self)} and {_samples(other)} samples differ by {distance:.2g}"
+        return None
+
+    def wave_distance(self, other: "Result") -> float:
+        """The largest difference of two samples; infinite if one wave is longer; 0 where there are not two."""
+        if self.audio is None or other.audio is None:
+            return 0.0
+        if self.audio.shape != other.audio.shape:
+            return float("inf")
+        return (self.audio - other.audio).abs().max().item() if len(self.audio) else 0.0
+
+
+async def send(llm: AsyncOmniLLM, prompt: Any, params: list[SamplingParams], request: RandomRequest) -> Result | None:
+    """Sends one request; None if its client aborts.
+
+    Raises:
+        AssertionError: It failed, or its segments, joined, are not the result at its end.
+    """
+    segments: list[ARSegmentEvent] = []
+    async for event in llm.generate(prompt, params, stream=request.stream):
+        assert not isinstance(event, ErrorEvent), f"{request}: {event}"
+        if isinstance(event, CompletedEvent):
+            return _read(event.outputs, segments, request)
+        if request.aborts:
+            return None
+        if isinstance(event, ARSegmentEvent):
+            segments.append(event)
+    raise AssertionError(f"{request}: no terminal event")
+
+
+async def send_concurrently(
+    llm: AsyncOmniLLM, requests: list[tuple[RandomRequest, dict[str, Any], list[SamplingParams]]]
+) -> list[Result | None]:
+    """Sends all requests, each after its delay."""
+
+    async def send_later(request: RandomRequest, prompt: dict[str, Any], params: list[SamplingParams]) -> Result | None:
+        await asyncio.sleep(request.delay_s)
+        return await send(llm, prompt, params, request)
+
+    return await asyncio.gather(*(send_later(*each) for each in requests))
+
+
+def run_hf(oracle: HFOracle, prompt: dict[str, Any], request: RandomRequest) -> Result:
+    """The result of HF transformers for a greedy request, with all outputs."""
+    result = oracle.generate(
+        prompt,
+        thinker_min_tokens=request.text_tokens[0],
+        thinker_max_tokens=request.text_tokens[1],
+        talker_min_tokens=request.talker_tokens[0],
+        talker_max_tokens=request.talker_tokens[1],
+        speaker=request.speaker,
+        wave_seed=request.wave_seed,
+    )
+    return Result(result.thinker_token_ids, result.talker_token_ids, result.audio)
+
+
+def _read(outputs: list[OmniRequestOutput], segments: list[ARSegmentEvent], request: RandomRequest) -> Result:
+    text = codes = audio = None
+    for output in outputs:
+        own = [segment for segment in segments if segment.stage_id == output.stage_id]
+        if output.final_output_type == "audio":
+            audio = output.multimodal_output["audio"]
+            waves = [s.multimodal_output["audio"] for s in own if "audio" in s.multimodal_output]
+            assert not waves or torch.equal(torch.cat(waves), audio), f"{request}: segments of audio are not the whole"
+        else:
+            tokens = list(output.outputs[0].token_ids) if output.outputs else []
+            joined = [token for segment in own for token in segment.tokens]
+            assert not own or joined == tokens, f"{request}: segments of tokens are not the whole"
+            if output.final_output_type == CODES:
+                codes = tokens
+            else:
+                text = tokens
+    return Result(text, codes, audio)
+
+
+def _samples(result: Result) -> int:
+    return 0 if result.audio is None else len(result.audio)
 
 
 @dataclass(frozen=True)
@@ -82,10 +253,7 @@ class Comparison:
             self._run_round(rng)
 
     def _run_round(self, rng: random.Random) -> None:
-        requests = [
-            make_random_request(rng, MAX_TALKER_TOKENS, SPREAD_S, MODALITIES)
-            for _ in range(rng.randint(2, MAX_CONCURRENCY))
-        ]
+        requests = [make_random_request(rng) for _ in range(rng.randint(2, MAX_CONCURRENCY))]
         sent = [(request, request.prompt(self.checkpoint), self._params(request)) for request in requests]
         results = asyncio.run(send_concurrently(self.llm, sent))
         for request, result in zip(requests, results, strict=True):
@@ -142,15 +310,12 @@ def test_many_requests_with_the_codes_as_an_output(
 
 
 def test_a_seed_decides_the_requests_and_lengths_fit() -> None:
-    first, again = (
-        [make_random_request(rng, max_talker_tokens=40, spread_s=1.0, modalities=MODALITIES) for _ in range(200)]
-        for rng in (random.Random(1), random.Random(1))
-    )
+    first, again = ([make_random_request(rng) for _ in range(200)] for rng in (random.Random(1), random.Random(1)))
 
     assert again == first
     for request in first:
         for shortest, longest in (request.text_tokens, request.talker_tokens):
-            assert 0 <= shortest <= longest <= 40 and longest >= 1
+            assert 0 <= shortest <= longest <= MAX_TALKER_TOKENS and longest >= 1
     assert {request.modalities for request in first} == set(MODALITIES)
     for name in ("stream", "aborts"):
         assert {getattr(request, name) for request in first} == {True, False}

@@ -250,6 +250,7 @@ def test_default_sampling_parameters_are_those_of_the_configuration(tiny_qwen3_o
 
 
 def children() -> set[psutil.Process]:
+    imported()  # It outlives all pipelines.
     return set(psutil.Process().children(recursive=True))
 
 

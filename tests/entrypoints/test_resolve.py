@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.diffusion.indexes import write_index
@@ -18,6 +19,7 @@ from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.entrypoints import resolve
+from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import (
     apply_arguments,
     has_vllm_stages,
@@ -26,8 +28,9 @@ from vllm_omni.entrypoints.resolve import (
     resolve_pipeline,
 )
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
 from vllm_omni.model_packages import InstalledModels, ModelPackage
-from vllm_omni.talk import weights, whisper
+from vllm_omni_talk import weights, whisper
 
 PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 
@@ -257,7 +260,7 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
     pytest.importorskip("hibari", reason="the extra talk is not installed")
     for module, name in ((weights, "language_model"), (whisper, "tiny_english")):
         monkeypatch.setattr(module, name, lambda with_weights: pytest.fail("it was made"))
-    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni.talk.recognizer.Recognizer"}}
+    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni_talk.recognizer.Recognizer"}}
 
     resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides=replaced))
 
@@ -352,3 +355,21 @@ def test_wrong_arguments_of_a_diffusers_model(tmp_path: Path, arguments: dict[st
     with pytest.raises(StageConfigError) as error:
         OmniLLM(write_index(tmp_path, "ZImagePipeline"), **arguments)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_voices_are_those_of_the_revision(
+    tiny_qwen2_5_omni: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = HubCache(tmp_path, monkeypatch)
+    cache.add(tiny_qwen2_5_omni, "main")
+    file = cache.add(tiny_qwen2_5_omni, "v2") / "spk_dict.pt"
+    (voice, *_) = torch.load(file, weights_only=True).values()
+    torch.save({"Ada": voice}, file)
+    engine_args = {"revision": "v2", "max_model_len": 2048, "dtype": "float32"}
+
+    resolved = resolve_pipeline(OmniArgs(model=NAME, engine_args=engine_args))
+
+    assert RequestBuilder(resolved.config, NAME).voices == ["ada"]
+    for stage in resolved.config.stage_args[1:]:
+        processor = load_stage_input_processor(stage, NAME)  # as in the stage's process
+        assert processor is not None and processor.voices in (("ada",), ())

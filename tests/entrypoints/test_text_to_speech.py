@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from tests.entrypoints.conftest import CSM_FRAMES, as_async, start
 from tests.entrypoints.openai.media_apps import app_of, send
-from tests.entrypoints.speech_streams import check_left_stream
 from tests.entrypoints.wav_files import as_uri, float_wav
 from tests.model_executor.models.csm.prompts import PROMPTS as CSM
 from tests.model_executor.models.higgs_audio_v2.prompts import PROMPTS as HIGGS_AUDIO
@@ -25,6 +24,7 @@ from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.errors import InvalidRequestError
+from vllm_omni.events import CompletedEvent
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.testing.oracles.csm import CsmReference
 from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
@@ -79,6 +79,27 @@ class Speaker:
             turns = fields["context"]
             fields["context"] = [{"voice": t["speaker"], "audio": as_uri(float_wav(t["audio"]))} for t in turns]
         return {"input": prompt["prompt"], **fields}
+
+
+def check_left_stream(llm: OmniLLM, prompts: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
+    """Leaves the stream of these prompts, which aborts the rest, when all but two have ended: each with a wave of its
+    own of those `expected`, and some in several windows."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    ended: list[str] = []
+    for event in llm.generate(list(prompts.values()), stream=True, use_tqdm=False):
+        if isinstance(event, CompletedEvent):
+            wave = torch.cat(parts[event.request_id])
+            ended += [name for name, whole in expected.items() if _are_equal(wave, whole)]
+            if len(ended) == len(prompts) - 2:
+                break
+        elif "audio" in event.multimodal_output:
+            parts.setdefault(event.request_id, []).append(event.multimodal_output["audio"])
+    assert len(set(ended)) == len(prompts) - 2
+    assert max(map(len, parts.values())) > 2, "sound comes in windows"
+
+
+def _are_equal(wave: torch.Tensor, whole: torch.Tensor) -> bool:
+    return wave.shape == whole.shape and torch.allclose(wave, whole, rtol=0, atol=1e-4)
 
 
 class SpeechTests:

@@ -4,15 +4,16 @@
 import base64
 import io
 
+import numpy as np
 import soundfile
 import torch
 
 
-def float_wav(sound: tuple[torch.Tensor, int]) -> bytes:
+def float_wav(sound: tuple[torch.Tensor | np.ndarray, int]) -> bytes:
     """Samples and their rate as a file of float samples, so that nothing is rounded."""
     samples, rate = sound
     file = io.BytesIO()
-    soundfile.write(file, samples.numpy(), rate, format="WAV", subtype="FLOAT")
+    soundfile.write(file, np.asarray(samples), rate, format="WAV", subtype="FLOAT")
     return file.getvalue()
 
 

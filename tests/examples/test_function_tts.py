@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, is_answer, snippets
 from tests.examples.running import EXAMPLES, read_wav
 from tests.forked_programs import ForkedProgram
 from tests.servers import RunningServer
-from vllm_omni.entrypoints.cli.demo_talk import judge_speech
+from vllm_omni_talk.demo import judge_speech
 
 EXAMPLE = EXAMPLES / "function_tts"
 PAGE = ROOT / "docs" / "adding_a_model.md"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_video, read_wav, run_example
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
@@ -32,8 +31,7 @@ OVERRIDES = {
 @contextmanager
 def lent(model: Path, **arguments: object) -> Iterator[OmniLLM]:
     """A pipeline. Examples that open one for this model in this block get this one, and it stays open."""
-    with quick_servers():
-        llm = OmniLLM(str(model), dtype="float32", **arguments)
+    llm = OmniLLM(str(model), dtype="float32", **arguments)
     pipeline, launch = llm._pipeline, omni_base.launch_pipeline
 
     def lend(args: OmniArgs, *rest: object) -> Pipeline:

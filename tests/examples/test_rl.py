@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 def train(name: str, steps: int) -> tuple[list[float], float, str]:
     """The rewards, the largest difference of log-probabilities, and the line that compares with the reference."""
     command = [sys.executable, str(ROOT / "examples/rl" / name), "--steps", str(steps), "--compare"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "packages/coloured_shapes")))}
+    folders = (ROOT, ROOT / "packages/coloured_shapes", ROOT / "packages/talk")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True, env=environment)
     lines = re.findall(r"step (\d+): reward ([\d.]+), weights ([\w-]+), difference ([\de.-]+)", done.stdout)
     assert [(int(step), weights) for step, _, weights, _ in lines] == [

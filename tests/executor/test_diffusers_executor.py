@@ -48,7 +48,7 @@ class Harness:
     def __init__(self, model: Path, **config: Any) -> None:
         self.executor = DiffusersPipelineExecutor(str(model), DiTConfig(**config))
         self.executor.start()
-        self.pipe = self.executor._runner._pipe
+        self.pipe = self.executor.runner._pipe
         self.progress: list[tuple[str, Progress]] = []
         self.clear()
 
@@ -174,7 +174,7 @@ def test_weights_that_are_dropped_give_their_memory_back(model: Path, oracle: Di
     harness = Harness(model)
     harness.add("a cat")
     harness.run()
-    weights = [weakref.ref(tensor) for module in harness.executor._runner.networks for tensor in module.parameters()]
+    weights = [weakref.ref(tensor) for module in harness.executor.runner.networks for tensor in module.parameters()]
     num_bytes = sum(weight().nbytes for weight in weights)
     assert num_bytes > 100_000
     harness.executor.sleep(2)
@@ -183,7 +183,7 @@ def test_weights_that_are_dropped_give_their_memory_back(model: Path, oracle: Di
     assert not harness.executor.wake_up() and harness.executor.is_asleep
     harness.executor.load_beside(str(model))()
     assert harness.executor.wake_up() and not harness.executor.is_asleep
-    networks = harness.executor._runner.networks
+    networks = harness.executor.runner.networks
     assert sum(tensor.nbytes for module in networks for tensor in module.parameters()) == num_bytes
     harness.clear()
     harness.add("a cat")
@@ -223,7 +223,7 @@ def test_only_the_job_that_fails_fails(harness: Harness, oracle: DiffusersOracle
         harness.add(name, seed)
     while not harness.steps_of("bad"):
         harness.step()
-    running = next(running for running in harness.executor._runner.running if running.job.request_id == "bad")
+    running = next(running for running in harness.executor.runner.running if running.job.request_id == "bad")
     assert running.waiting is not None
     running.waiting.args[0][0].fill_(float("nan"))  # its latents, as the transformer is about to get them
     transformer = harness.pipe.transformer.forward
@@ -234,7 +234,7 @@ def test_only_the_job_that_fails_fails(harness: Harness, oracle: DiffusersOracle
             raise RuntimeError("not a number")
         return compute(x, *args, **kwargs)
 
-    for running in harness.executor._runner.running:
+    for running in harness.executor.runner.running:
         monkeypatch.setattr(running, "waiting", _with_function(running.waiting, refuse_nan))
     harness.run()
     assert "not a number" in str(harness.ends["bad"].error) and not harness.ends["bad"].is_invalid

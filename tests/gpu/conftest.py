@@ -12,6 +12,8 @@ import shutil
 import pytest
 
 from tests.gpu.pipelines import Case, speak_with_transformers
+from vllm_omni.entrypoints import omni_base
+from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.testing.media import mixed_prompts
 
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # read when the libraries are loaded, by every process
@@ -22,6 +24,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # read when a kernel is com
 def _gpu() -> None:
     if reason := why_no_gpu():
         pytest.skip(reason)
+    omni_base.ForkServer = ForkServer  # type: ignore[misc]  # As users have it.
 
 
 def why_no_gpu() -> str | None:

@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.forked_programs import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
@@ -27,6 +26,11 @@ from vllm_omni.entrypoints.pipeline import make_observers
 
 CONFIG = make_config(*TRIANGLE)
 STAGES = ("stage 0: a", "stage 1: b", "stage 2: c")
+SMALL = {
+    "dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 24, "enforce_eager": True,
+    "log_stats": True,
+}  # fmt: skip
+SIX_TOKENS = [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}]
 
 
 @pytest.fixture
@@ -139,20 +143,9 @@ def engine_metrics(model: Path) -> dict[str, float]:
 def test_all_observers_of_a_vllm_stage(
     collector: Collector, spans_here: InMemorySpanExporter, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
-    with (
-        quick_servers(),
-        OmniLLM(
-            str(tiny_qwen3),
-            dtype="float32",
-            max_model_len=64,
-            kv_cache_memory_bytes=1 << 24,
-            enforce_eager=True,
-            log_stats=True,
-            trace_file=str(tmp_path / "trace.json"),
-            otlp_traces_endpoint=collector.url,
-        ) as llm,
-    ):
-        llm.generate(["user hello"] * 3, [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}], use_tqdm=False)
+    files = {"trace_file": str(tmp_path / "trace.json"), "otlp_traces_endpoint": collector.url}
+    with OmniLLM(str(tiny_qwen3), **SMALL, **files) as llm:
+        llm.generate(["user hello"] * 3, SIX_TOKENS, use_tqdm=False)
         (stats,) = llm.stats()
         table = llm.stats_table()
         found = scrape()
@@ -175,21 +168,15 @@ def test_all_observers_of_a_vllm_stage(
 
 @pytest.mark.slow
 def test_the_engine_metrics_of_a_restarted_stage_begin_at_zero(tiny_qwen3: Path) -> None:
-    params = [{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}]
-    arguments = {
-        "dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 24, "enforce_eager": True,
-        "log_stats": True,
-    }  # fmt: skip
-
     def wait_for_tokens(count: int) -> None:
         wait_until(lambda: engine_metrics(tiny_qwen3).get("generation_tokens_total") == count)
 
-    with quick_servers(), OmniLLM(str(tiny_qwen3), **arguments) as llm:
-        llm.generate(["user hello"] * 3, params, use_tqdm=False)
+    with OmniLLM(str(tiny_qwen3), **SMALL) as llm:
+        llm.generate(["user hello"] * 3, SIX_TOKENS, use_tqdm=False)
         wait_for_tokens(18)
         (stage,) = llm._pipeline.orchestrator._supervisor.stages
         os.kill(stage.process.pid, signal.SIGKILL)
         wait_for_tokens(0)
-        llm.generate("user hello", params, use_tqdm=False)
+        llm.generate("user hello", SIX_TOKENS, use_tqdm=False)
         wait_for_tokens(6)
     assert engine_metrics(tiny_qwen3) == {}

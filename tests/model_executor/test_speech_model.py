@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speech models of transformers: what their files tell, and that their sounds are those of transformers alone."""
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -31,15 +32,13 @@ SEED = 5
 @pytest.fixture(scope="session")
 def tiny_speech(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes the checkpoint of a family once."""
-    written: dict[str, Path] = {}
 
     def write(family: str) -> Path:
-        if family not in written:
-            written[family] = tmp_path_factory.mktemp(family)
-            WRITERS[family](written[family])
-        return written[family]
+        folder = tmp_path_factory.mktemp(family)
+        WRITERS[family](folder)
+        return folder
 
-    return write
+    return functools.cache(write)
 
 
 def open_model(path: Path) -> tuple[Transformers, SpeechModel]:
@@ -159,24 +158,18 @@ def test_an_abort_of_all_requests_ends_a_call(tiny_speech: Callable[[str], Path]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WRITERS)
-class TestParity:
-    def test_one_by_one(self, family: str, tiny_speech: Callable[[str], Path]) -> None:
-        path = tiny_speech(family)
-        function = function_of(path)
-        for text in TEXTS:
-            (sound,) = speak(function, text)
-            expected = SOUNDS[family](path, text, SEED)
-            assert sound.numel() > 10 and sound.abs().max() > 0
-            torch.testing.assert_close(sound, expected.float(), rtol=0, atol=1e-4)
-
-    def test_together(self, family: str, tiny_speech: Callable[[str], Path]) -> None:
-        function = function_of(tiny_speech(family))
-        alone = [speak(function, text)[0] for text in TEXTS]
-        for _ in range(2):  # The first call finds out whether texts are joined.
-            together = speak(function, *TEXTS)
-            for one, other in zip(alone, together, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-        assert function._joins is JOINS[family]
+def test_texts_alone_and_together(family: str, tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech(family)
+    function = function_of(path)
+    alone = [speak(function, text)[0] for text in TEXTS]
+    for text, sound in zip(TEXTS, alone, strict=True):
+        assert sound.numel() > 10 and sound.abs().max() > 0
+        torch.testing.assert_close(sound, SOUNDS[family](path, text, SEED).float(), rtol=0, atol=1e-4)
+    for _ in range(2):  # The first call finds out whether texts are joined.
+        together = speak(function, *TEXTS)
+        for one, other in zip(alone, together, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    assert function._joins is JOINS[family]
 
 
 JOINS = {

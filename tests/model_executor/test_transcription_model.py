@@ -2,6 +2,7 @@
 """Models of transformers that transcribe: their texts are those of transformers alone."""
 
 import base64
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
+from tests.entrypoints.wav_files import float_wav
 from tests.model_executor.tiny_speech import TEXTS as SPOKEN
 from tests.model_executor.tiny_speech import seamless_sound, write_seamless, write_vits
 from tests.model_executor.tiny_transcription import RATE, TEXTS, WRITERS, make_sound, seamless_text, write_ctc
@@ -22,7 +24,6 @@ from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.entrypoints.openai.transcriptions import as_wav
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import CALLER
@@ -41,17 +42,15 @@ JOINS = {"wav2vec2": True, "hubert": True, "parakeet_ctc": True}
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes the checkpoint of a family once."""
-    written: dict[str, Path] = {}
 
     def write(family: str) -> Path:
         if family in NEEDS:
             pytest.importorskip(NEEDS[family])
-        if family not in written:
-            written[family] = tmp_path_factory.mktemp(family)
-            WRITERS[family](written[family])
-        return written[family]
+        folder = tmp_path_factory.mktemp(family)
+        WRITERS[family](folder)
+        return folder
 
-    return write
+    return functools.cache(write)
 
 
 def function_of(path: Path, **engine_args: Any) -> TranscriptionFunction:
@@ -145,33 +144,22 @@ def test_a_long_sound_is_cut(tiny: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WRITERS)
-class TestParity:
-    def test_one_by_one(self, family: str, tiny: Callable[[str], Path]) -> None:
-        path = tiny(family)
-        function = function_of(path)
-        texts = []
-        for sound in SOUNDS:
-            expected = TEXTS[family](path, resampled(function, sound))
-            assert run(function, sound)[0]["text"] == expected
-            texts.append(expected)
-        assert len(set(texts)) > 1 and sum(map(bool, texts)) > 1
-
-    def test_together(self, family: str, tiny: Callable[[str], Path]) -> None:
-        function = function_of(tiny(family))
-        alone = [run(function, sound)[0]["text"] for sound in SOUNDS]
-        for _ in range(2):  # The first call finds out whether sounds are joined.
-            assert [found["text"] for found in run(function, *SOUNDS)] == alone
-        assert function._joins is JOINS.get(family, False)
-
-    def test_times(self, family: str, tiny: Callable[[str], Path]) -> None:
-        function = function_of(tiny(family))
-        if not function.opened.has_times:
-            assert "timestamps" not in function.parameters.__struct_fields__
-            return
-        (found,) = run(function, SOUNDS[1], timestamps=True)
-        starts, ends = found["word_times"].unbind(1)
-        assert len(starts) == len(found["text"].split())
-        assert (ends > starts).all() and (starts[1:] >= starts[:-1]).all() and ends[-1] <= SECONDS[1] + 0.2
+def test_sounds_alone_and_together(family: str, tiny: Callable[[str], Path]) -> None:
+    path = tiny(family)
+    function = function_of(path)
+    alone = [run(function, sound)[0]["text"] for sound in SOUNDS]
+    assert alone == [TEXTS[family](path, resampled(function, sound)) for sound in SOUNDS]
+    assert len(set(alone)) > 1 and sum(map(bool, alone)) > 1
+    for _ in range(2):  # The first call finds out whether sounds are joined.
+        assert [found["text"] for found in run(function, *SOUNDS)] == alone
+    assert function._joins is JOINS.get(family, False)
+    if not function.opened.has_times:
+        assert "timestamps" not in function.parameters.__struct_fields__
+        return
+    (found,) = run(function, SOUNDS[1], timestamps=True)
+    starts, ends = found["word_times"].unbind(1)
+    assert len(starts) == len(found["text"].split())
+    assert (ends > starts).all() and (starts[1:] >= starts[:-1]).all() and ends[-1] <= SECONDS[1] + 0.2
 
 
 def resampled(function: TranscriptionFunction, sound: np.ndarray) -> np.ndarray:
@@ -199,7 +187,7 @@ def test_a_server_transcribes(tmp_path: Path) -> None:
     expected = TEXTS["sew"](tmp_path, SOUNDS[1])
 
     def post(path: str = "/v1/audio/transcriptions", **fields: Any) -> Any:
-        return send(app, "POST", path, files={"file": ("a.wav", as_wav(SOUNDS[1], RATE))}, data=fields)
+        return send(app, "POST", path, files={"file": ("a.wav", float_wav((SOUNDS[1], RATE)))}, data=fields)
 
     with AsyncOmniLLM(str(tmp_path)) as llm:
         app = FakeServer(llm).app
@@ -226,7 +214,7 @@ def test_a_model_without_times_refuses_subtitles(tiny: Callable[[str], Path]) ->
     with AsyncOmniLLM(str(path)) as llm:
         app = FakeServer(llm).app
         for wanted, status in (("json", 200), ("srt", 400), ("vtt", 400)):
-            files = {"file": ("a.wav", as_wav(SOUNDS[1], RATE))}
+            files = {"file": ("a.wav", float_wav((SOUNDS[1], RATE)))}
             answer = send(app, "POST", "/v1/audio/transcriptions", files=files, data={"response_format": wanted})
             assert answer.status_code == status, answer.text
             if status == 400:
@@ -247,7 +235,7 @@ def test_seamless_transcribes_translates_and_speaks(version: str, tmp_path: Path
     assert german and english and german != english
 
     def post(task: str, **fields: Any) -> Any:
-        files = {"file": ("a.wav", as_wav(SOUNDS[0], RATE))}
+        files = {"file": ("a.wav", float_wav((SOUNDS[0], RATE)))}
         return send(app, "POST", f"/v1/audio/{task}", files=files, data=fields)
 
     with AsyncOmniLLM(str(tmp_path)) as llm:
@@ -293,7 +281,7 @@ def test_seamless_speaks_what_a_sound_says(version: str, tmp_path: Path) -> None
 
     with AsyncOmniLLM(str(tmp_path), str(configuration)) as llm:
         app = FakeServer(llm).app
-        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(as_wav(SOUNDS[0], RATE)).decode()}}
+        part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(float_wav((SOUNDS[0], RATE))).decode()}}
         for language, sound in expected.items():
             body = {
                 "messages": [{"role": "user", "content": [part]}],

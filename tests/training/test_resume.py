@@ -19,6 +19,8 @@ from training.data import Utterance
 from training.loop import Training
 from training.tokenizer import encode
 
+pytestmark = pytest.mark.slow
+
 
 class Interrupted(Exception):
     pass

@@ -9,8 +9,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_omni.metrics.memory import resident_bytes
-from vllm_omni.worker.cpu_kv_cache import CPUKVCache, UnwrittenZeros
-from vllm_omni.worker.cpu_worker import CPUARModelRunner, CPUFeedbackARModelRunner, CPUGenerationModelRunner
+from vllm_omni.worker.cpu_worker import (
+    CPUARModelRunner,
+    CPUFeedbackARModelRunner,
+    CPUGenerationModelRunner,
+    CPUKVCache,
+    UnwrittenZeros,
+)
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -8,11 +8,9 @@ support.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-import msgspec
-
-from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
+from vllm_omni.config.utils import parse_engine_args
 from vllm_omni.errors import StageConfigError
 
 DIT_PARALLEL_SIZES = ("data_parallel_size", "ulysses_degree", "ring_degree")
@@ -145,31 +143,13 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
             settings contradict each other.
     """
     where = f"{where}: engine_args"
-    for key in engine_args:
-        if key not in DIT_SETTINGS:
-            known = ", ".join(DIT_SETTINGS)
-            raise StageConfigError(
-                f"{where}: a diffusion stage has no {key!r}{nearest(key, DIT_SETTINGS)} (known here: {known})"
-            )
-    try:
-        config = convert_config(dict(engine_args), DiTConfig)
-    except msgspec.ValidationError as error:
-        problem, key = split_error(error)
-        given = given_value(error, engine_args)
-        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given}{_choices(key)}") from error
+    config = parse_engine_args(engine_args, DiTConfig, where, "diffusion")
     for key, minimum in _MINIMUM.items():
         value = getattr(config, key)
         if value is not None and not minimum <= value < float("inf"):
             raise StageConfigError(f"{where}.{key}: {value} is out of range; it must be {minimum} or more")
     _check_contradictions(config, where)
     return config
-
-
-def _choices(key: str) -> str:
-    """The values of a setting with a fixed set of values, for messages."""
-    hint = DiTConfig.__annotations__.get(key)
-    values = [value for one in (hint, *get_args(hint)) if get_origin(one) is Literal for value in get_args(one)]
-    return f" (known here: {', '.join(values)})" if values else ""
 
 
 def _check_contradictions(config: DiTConfig, where: str) -> None:

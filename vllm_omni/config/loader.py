@@ -126,6 +126,12 @@ def resolve_dotted_path(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
+def input_processor_class(stage: OmniStageConfig) -> Any:
+    """The `StageInputProcessor` of a stage, a class; None: it has none."""
+    path = stage.custom_process_input_func
+    return None if path is None else resolve_dotted_path(path, "custom_process_input_func")
+
+
 def _explain(error: msgspec.ValidationError, raw: Any) -> str:
     """The message for an error of msgspec's, with stage, key, value and remedy."""
     problem, location = split_error(error)
@@ -261,8 +267,7 @@ def _check_graph(config: PipelineConfig) -> None:
 
 def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -> None:
     where = f"edge {source} -> {stage.stage_id}"
-    path = stage.custom_process_input_func
-    processor = None if path is None else resolve_dotted_path(path, "custom_process_input_func")
+    path, processor = stage.custom_process_input_func, input_processor_class(stage)
     declared = None if processor is None else processor.window
     window = config.window(source, stage.stage_id, declared)
     for name in ("window_size", "first_window_size"):

@@ -436,7 +436,7 @@ class StageKind:
         return self.stage.default_sampling_params
 
     def sampling_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of its parameters that are vLLM's."""
+        """The values that are fields of vLLM's `SamplingParams`."""
         return values
 
     def check_num_outputs(self, n: int) -> None:

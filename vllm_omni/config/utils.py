@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -124,6 +124,31 @@ def given_value(error: msgspec.ValidationError, raw: Any) -> str:
     if not isinstance(raw, (str, int, float)) or "enum value" in problem:
         return ""
     return f"{' ' if 'got' in problem else ', not '}{raw!r:.100}"
+
+
+def parse_engine_args(engine_args: Mapping[str, Any], cls: type[_T], where: str, kind: str) -> _T:
+    """The engine arguments of a stage as the dataclass of its kind.
+
+    Args:
+        where, kind: The stage's place, and its kind, for messages.
+
+    Raises:
+        StageConfigError: A key is unknown (names the nearest), or a value has the wrong type.
+    """
+    names = list(cls.__annotations__)
+    for key in engine_args:
+        if key not in names:
+            raise StageConfigError(
+                f"{where}: a {kind} stage has no {key!r}{nearest(key, names)} (known here: {', '.join(names)})"
+            )
+    try:
+        return convert_config(dict(engine_args), cls)
+    except msgspec.ValidationError as error:
+        problem, key = split_error(error)
+        hint = cls.__annotations__.get(key)
+        values = [value for one in (hint, *get_args(hint)) if get_origin(one) is Literal for value in get_args(one)]
+        known = f" (known here: {', '.join(values)})" if values else ""
+        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given_value(error, engine_args)}{known}") from error
 
 
 def stage_configs_dir() -> Path:

@@ -30,6 +30,7 @@ from vllm_omni.diffusion.pipeline_settings import (
     apply_settings,
     check_settings,
     find_denoisers,
+    loaded_modules,
     quantization_config,
 )
 from vllm_omni.errors import StageConfigError
@@ -49,18 +50,18 @@ def load_pipeline(model: str, config: DiTConfig, device: torch.device) -> Diffus
         StageConfigError: The checkpoint is incomplete, damaged or of a kind that is not allowed, or a setting is
             unknown, or not supported by the pipeline or this device.
     """
-    info = read_pipeline_info(model, config)
-    classes = _component_classes(model, info, config)
-    left_out = _left_out(info.pipeline_class, classes, config)
+    info, classes, left_out = _read_components(model, config)
     check_offload(config, device)
     check_settings(config, info.pipeline_class, classes, device, resolve_dtype(config, device))
     with _no_progress_bars():
         pipe = _load(model, info, classes, left_out, config, device)
+    modules = loaded_modules(pipe)
+    loaded = {name: module for name, module in modules.items() if name not in left_out}
+    _check_complete(model, loaded)
     pipe.set_progress_bar_config(disable=True)
-    for module in _modules(pipe).values():
+    for module in modules.values():
         module.eval()
     apply_settings(pipe, config)
-    loaded = {name: module for name, module in _modules(pipe).items() if name not in left_out}
     place_modules(pipe, loaded, config, device)
     return pipe
 
@@ -71,9 +72,7 @@ def denoiser_names(model: str, config: DiTConfig) -> list[str]:
     Raises:
         StageConfigError: It has none, or the checkpoint cannot be used.
     """
-    info = read_pipeline_info(model, config)
-    classes = _component_classes(model, info, config)
-    left_out = _left_out(info.pipeline_class, classes, config)
+    _, classes, left_out = _read_components(model, config)
     names = [name for name in find_denoisers(classes) if name not in left_out]
     if not names:
         raise StageConfigError(f"{model}: this stage runs no denoiser that several devices could share")
@@ -97,9 +96,7 @@ def weight_bytes(model: str, config: DiTConfig, device: torch.device) -> int:
     """
     if config.quantization or config.offload:
         raise StageConfigError("weights that are quantized or offloaded while they are loaded cannot be estimated")
-    info = read_pipeline_info(model, config)
-    classes = _component_classes(model, info, config)
-    left_out = _left_out(info.pipeline_class, classes, config)
+    info, classes, left_out = _read_components(model, config)
     modules = {n: c for n, c in classes.items() if issubclass(c, torch.nn.Module) and n not in left_out}
     places = _places(model, info, modules)
     empty = [_without_weights(*places[name], cls, config, device) for name, cls in modules.items() if name in places]
@@ -111,6 +108,17 @@ def resolve_dtype(config: DiTConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, config.dtype)
+
+
+def _read_components(model: str, config: DiTConfig) -> tuple[PipelineInfo, dict[str, type], dict[str, type]]:
+    """The checkpoint, the class of each component, and the models that the stage's part excludes.
+
+    Raises:
+        StageConfigError: It cannot be read, or one of its classes is unknown.
+    """
+    info = read_pipeline_info(model, config)
+    classes = _component_classes(model, info, config)
+    return info, classes, _left_out(info.pipeline_class, classes, config)
 
 
 def _component_classes(model: str, info: PipelineInfo, config: DiTConfig) -> dict[str, type]:
@@ -241,7 +249,6 @@ def _load(
         )
     except _LOADING_ERRORS as error:
         raise StageConfigError(f"{model}: cannot be loaded as {info.pipeline_class.__name__}: {error}") from error
-    _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
     return pipe
 
 
@@ -279,7 +286,6 @@ def _load_modular(
     pipe: Any = info.pipe
     pipe.register_components(**loaded)
     pipe.__class__ = info.pipeline_class
-    _check_complete(model, {name: m for name, m in _modules(pipe).items() if name not in empty})
     return pipe
 
 
@@ -312,10 +318,6 @@ def _check_complete(model: str, modules: Mapping[str, torch.nn.Module]) -> None:
                 f"{model}: {name} has no weights for {', '.join(missing[:3])} ({len(missing)} in all); its files "
                 "are incomplete or of another model: download the checkpoint again"
             )
-
-
-def _modules(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
-    return {name: item for name, item in pipe.components.items() if isinstance(item, torch.nn.Module)}
 
 
 @contextmanager

@@ -128,7 +128,6 @@ class MediaReader:
         self, name: str, pipeline_class: type, config: DiTConfig, sound_format: SoundFormat | None = None
     ) -> None:
         self._name = name
-        self._where = name
         self._pipeline_class = pipeline_class
         self._config = config
         self._sound_format = sound_format
@@ -163,7 +162,7 @@ class MediaReader:
         try:
             shown = as_shown(image)
         except ValueError as error:
-            raise ValueError(f"{self._where} {error}") from error
+            raise ValueError(f"{self._name} {error}") from error
         grey = shown.convert("L") if image.mode in ("1", "L") else shown  # Exactly the same values.
         pixels = torch.from_numpy(np.array(grey))
         return MediaInput(kind="image", tensor=pixels[..., None] if pixels.ndim == 2 else pixels)
@@ -172,41 +171,41 @@ class MediaReader:
         """Bytes, and arrays of frames, are pictures; anything else is the pipeline's own format."""
         is_bytes = value.dtype in (np.uint8, torch.uint8)
         if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
-            raise TypeError(f"{self._where} is a tensor without plain values; give a dense one")
+            raise TypeError(f"{self._name} is a tensor without plain values; give a dense one")
         if takes_images(self._name, annotation) and value.ndim == 4 and (is_bytes or isinstance(value, np.ndarray)):
             self._check_is_taken(value, annotation)
             return MediaInput(kind="frames", tensor=self._read_frames(value))
         if takes_images(self._name, annotation) and value.ndim in (2, 3) and is_bytes:
-            pixels = as_hwc(value, self._where)
+            pixels = as_hwc(value, self._name)
             self._count(1, *pixels.shape[:2])
             return MediaInput(kind="image", tensor=pixels.contiguous())
         if not any(name in str(annotation) for name in ("Tensor", "ndarray")):
             raise self._refusal(value, annotation)
         if value.ndim > 2 and _VISUAL.search(self._name):
             height, width = value.shape[-2:]
-            check_pixels(height, width, self._config.max_pixels, self._where)
+            check_pixels(height, width, self._config.max_pixels, self._name)
         is_array = isinstance(value, np.ndarray) and "ndarray" in str(annotation)
         try:
             tensor = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach().cpu()
         except TypeError as error:
-            raise TypeError(f"{self._where}: {error}") from error
+            raise TypeError(f"{self._name}: {error}") from error
         return MediaInput(kind="array" if is_array else "tensor", tensor=tensor.contiguous())
 
     def _read_frames(self, value: np.ndarray | torch.Tensor) -> torch.Tensor:
         if value.shape[-1] not in (1, 3, 4) or not len(value):
             raise ValueError(
-                f"{self._where} has shape {list(value.shape)}; frames are [frames, height, width, channels] with 1 or "
+                f"{self._name} has shape {list(value.shape)}; frames are [frames, height, width, channels] with 1 or "
                 "3 channels"
             )
         self._count(*value.shape[:3])
-        return torch.stack([as_uint8(as_hwc(np.asarray(frame), self._where), self._where)[..., :3] for frame in value])
+        return torch.stack([as_uint8(as_hwc(np.asarray(frame), self._name), self._name)[..., :3] for frame in value])
 
     def _read_sound(self, wave: np.ndarray | torch.Tensor, rate: float) -> MediaInput:
         if self._sound_format is None:
             raise ValueError(
-                f"{self._where}: this checkpoint's rate of sounds is unknown; give a tensor in its pipeline's format"
+                f"{self._name}: this checkpoint's rate of sounds is unknown; give a tensor in its pipeline's format"
             )
-        samples = read_sound(wave, rate, self._sound_format, self._config.max_seconds, self._where)
+        samples = read_sound(wave, rate, self._sound_format, self._config.max_seconds, self._name)
         return MediaInput(kind="tensor", tensor=samples if self._name in _WITHOUT_BATCH else samples[None])
 
     def _read_fields(self, given: Mapping[str, Any], annotation: Any) -> MediaInput:
@@ -217,7 +216,7 @@ class MediaReader:
         for name in given:
             if name not in fields:
                 raise ValueError(
-                    f"{self._where}: {declared.__name__} has no {name!r}{nearest(str(name), fields)} (it has "
+                    f"{self._name}: {declared.__name__} has no {name!r}{nearest(str(name), fields)} (it has "
                     f"{', '.join(fields)})"
                 )
         missing = [
@@ -226,7 +225,7 @@ class MediaReader:
             if name not in given and field.default is field.default_factory is dataclasses.MISSING
         ]
         if missing:
-            raise ValueError(f"{self._where}: {declared.__name__} needs {', '.join(missing)}")
+            raise ValueError(f"{self._name}: {declared.__name__} needs {', '.join(missing)}")
         return MediaInput(kind="fields", fields={k: self._read_field(k, v, fields[k].type) for k, v in given.items()})
 
     def _read_field(self, name: str, value: Any, annotation: Any) -> MediaInput:
@@ -235,18 +234,17 @@ class MediaReader:
         try:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError as error:
-            raise TypeError(f"{self._where}: {name}: {error}") from error
+            raise TypeError(f"{self._name}: {name}: {error}") from error
         except TypeError:
             pass  # A type that msgspec does not know.
         return MediaInput(kind="plain", plain=value)
 
     def _count(self, num_pictures: int, height: int, width: int) -> None:
-        check_pixels(height, width, self._config.max_pixels, self._where)
+        check_pixels(height, width, self._config.max_pixels, self._name)
         self._num_pictures += num_pictures
         if self._num_pictures > self._config.max_frames:
             raise ValueError(
-                f"{self._where} has more than {self._config.max_frames} frames, which is this stage's limit "
-                "(max_frames)"
+                f"{self._name} has more than {self._config.max_frames} frames, which is this stage's limit (max_frames)"
             )
 
     def _check_is_taken(self, value: Any, annotation: Any) -> None:
@@ -258,7 +256,7 @@ class MediaReader:
         others = ", ".join(media_arguments(self._pipeline_class))
         sound = ", or (waveform, samples per second)" if takes_sound(self._name, annotation) else ""
         return TypeError(
-            f"{self._where} is a {type(value).__name__}{hint}; {self._pipeline_class.__name__} takes "
+            f"{self._name} is a {type(value).__name__}{hint}; {self._pipeline_class.__name__} takes "
             f"{_describe(annotation)}{sound} (its inputs: {others})"
         )
 

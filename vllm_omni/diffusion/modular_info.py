@@ -100,7 +100,7 @@ class ModularPipelineInfo(PipelineInfo):
         return "image" in self._always_missing
 
     @property
-    def missinginputs_of(self) -> list[str]:
+    def missing_inputs(self) -> list[str]:
         return [name for name in self._always_missing if name not in self.media and names_media(self._types.get(name))]
 
     def needed_media(self, pipeline_class: type) -> list[str]:

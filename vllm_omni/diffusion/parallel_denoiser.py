@@ -212,7 +212,6 @@ class _Group:
             StageConfigError: As `enable_context_parallel`.
         """
         config, self._device = start.config, device
-        self._denoisers = denoisers
         # Gloo would listen at the address of the host's name, which other hosts may reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(

@@ -60,7 +60,7 @@ def check_settings(
 
 def apply_settings(pipe: DiffusionPipeline, config: DiTConfig) -> None:
     """Applies the settings to a loaded pipeline, wherever its weights are."""
-    modules = {name: item for name, item in pipe.components.items() if isinstance(item, torch.nn.Module)}
+    modules = loaded_modules(pipe)
     denoisers = [modules[name] for name in find_denoisers({name: type(item) for name, item in modules.items()})]
     for vae in modules.values():
         if isinstance(vae, AutoencoderMixin):
@@ -72,6 +72,11 @@ def apply_settings(pipe: DiffusionPipeline, config: DiTConfig) -> None:
             _compile(denoiser)
         if config.cache_backend is not None:
             enable_cache(denoiser, config)
+
+
+def loaded_modules(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The networks among a pipeline's components, by name."""
+    return {name: item for name, item in pipe.components.items() if isinstance(item, torch.nn.Module)}
 
 
 def find_denoisers(classes: Mapping[str, type]) -> list[str]:

@@ -351,7 +351,7 @@ def narrow_kernel_search() -> Iterator[None]:
 
 
 class _ModulesWithModels(Mapping[str, ModuleType]):
-    """Those of `sys.modules` that belong to vLLM, to this package or to others with models."""
+    """The part of `sys.modules` that belongs to vLLM, to this package or to others with models."""
 
     def __init__(self) -> None:
         paths = find_models().architectures.values()

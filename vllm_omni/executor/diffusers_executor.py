@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import find_joinable
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, RunningJob
-from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
 
@@ -22,6 +21,7 @@ class DiffusersPipelineExecutor:
 
     Attributes:
         max_batch_size: The most concurrent jobs.
+        runner: Of the loaded pipeline; set by `start`, and by what `load_beside` returns.
         on_shape: Called before jobs are computed; calls of equal shape run the same kernels.
     """
 
@@ -33,14 +33,14 @@ class DiffusersPipelineExecutor:
         self.on_shape: Callable[[Hashable], None] = lambda shape: None
         self._config, self._memory = config, memory
         self._worker = DiffusionGPUWorker(model, config, memory)
-        self._runner: DiffusionModelRunner
+        self.runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
         self._ended: list[JobEnd] = []  # before their first module call
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
         """Loads the pipeline. Arguments and errors are those of `DiffusionGPUWorker.load_model`."""
         self._worker.init_device()
-        self._runner = self._worker.load_model(on_failure)
+        self.runner = self._worker.load_model(on_failure)
 
     def load_beside(self, model: str) -> Callable[[], None]:
         """Loads another checkpoint of the same kind beside the first one, on the same device.
@@ -59,7 +59,7 @@ class DiffusersPipelineExecutor:
         runner = worker.load_model(lambda: None, copies=True)
 
         def use() -> None:
-            self._worker, self._runner = worker, runner
+            self._worker, self.runner = worker, runner
 
         return use
 
@@ -70,17 +70,12 @@ class DiffusersPipelineExecutor:
 
     def sleep(self, level: int) -> None:
         """Gives the memory of the weights back, while no job runs. 1: they move to the host. 2: they are dropped."""
-        self.forget_prompts()
+        self.runner.prompt_cache.clear()
         self._worker.sleep(level)
 
     def wake_up(self) -> bool:
         """Takes the memory again. Returns whether the weights are there; else `load_beside` has to load them."""
         return self._worker.wake_up()
-
-    @property
-    def host_weight_bytes(self) -> int:
-        """The bytes of the pipeline's weights that are in host memory."""
-        return self._runner.host_weight_bytes
 
     def close(self) -> None:
         """Ends other processes of the denoiser."""
@@ -88,38 +83,17 @@ class DiffusersPipelineExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._runner.running or self._ended)
+        return bool(self._waiting or self.runner.running or self._ended)
 
     @property
     def has_room(self) -> bool:
         """Whether a new job would start at once."""
-        return len(self._waiting) + len(self._runner.running) < self._max_running
+        return len(self._waiting) + len(self.runner.running) < self._max_running
 
     @property
     def unbatched(self) -> list[str]:
         """Networks whose calls are not computed together, because the requests would change each other's results."""
-        return [*self._worker.unbatched, *self._runner.changed]
-
-    @property
-    def sample_rate(self) -> int | None:
-        """Samples per second of the pipeline's audio, if it makes any."""
-        return self._runner.sample_rate
-
-    @property
-    def prompt_cache_counts(self) -> CacheCounts:
-        """Hits and queries of the prompt cache, in calls of `encode_prompt`."""
-        return self._runner.prompt_cache.counts
-
-    def check_adapter(self, name: str, path: str) -> None:
-        """
-        Raises:
-            ValueError: It is no adapter for this pipeline.
-        """
-        self._runner.check_adapter(name, path)
-
-    def forget_prompts(self) -> None:
-        """Empties the prompt cache."""
-        self._runner.prompt_cache.clear()
+        return [*self._worker.unbatched, *self.runner.changed]
 
     def add(self, job: DiffusionJob) -> None:
         """Starts a job, up to its first module call, or queues it until another one ends."""
@@ -129,9 +103,9 @@ class DiffusersPipelineExecutor:
     def abort(self, request_id: str) -> None:
         """Aborts all jobs of a request. Those that had ended before are still returned by `step`."""
         self._waiting = deque(job for job in self._waiting if job.request_id != request_id)
-        for running in list(self._runner.running):
+        for running in list(self.runner.running):
             if running.job.request_id == request_id:
-                self._runner.abort(running)
+                self.runner.abort(running)
         self._start_waiting()
 
     def step(self) -> tuple[list[JobEnd], int]:
@@ -149,14 +123,14 @@ class DiffusersPipelineExecutor:
         return ends, len(batch)
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._runner.running) < self._max_running:
-            end = self._runner.start(self._waiting.popleft())
+        while self._waiting and len(self.runner.running) < self._max_running:
+            end = self.runner.start(self._waiting.popleft())
             if end is not None:
                 self._ended.append(end)
 
     @property
     def _max_running(self) -> int:
-        return 1 if self._runner.changed else self.max_batch_size
+        return 1 if self.runner.changed else self.max_batch_size
 
     def _next_batch(self) -> list[RunningJob]:
         """The jobs to compute next.
@@ -164,8 +138,8 @@ class DiffusersPipelineExecutor:
         A job without a completed step comes first: once it has caught up, all its steps are computed together with the
         others. Then comes the job that has waited longest, with all that can join it.
         """
-        running = self._runner.running
-        if not running or self._runner.changed:
+        running = self.runner.running
+        if not running or self.runner.changed:
             return running[:1]
         first = min(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
         call, adapter = first.waiting_call, first.job.adapter

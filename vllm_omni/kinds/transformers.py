@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.config.utils import parse_engine_args
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class Transformers(StageKind):
 
     @cached_property
     def settings(self) -> "TransformersSettings":
-        from vllm_omni.model_executor.transformers_model import parse_settings
+        from vllm_omni.model_executor.transformers_model import TransformersSettings
 
-        return parse_settings(self.stage.engine_args, self.stage.label)
+        where = f"{self.stage.label}: engine_args"
+        return parse_engine_args(self.stage.engine_args, TransformersSettings, where, "transformers")
 
     @cached_property
     def _opened(self) -> "dict[str, SpeechModel | TranscriptionModel]":

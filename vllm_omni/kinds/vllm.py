@@ -108,7 +108,7 @@ class _VllmStage(StageKind):
         return OmniInputProcessor(create_config_for_inputs(make_engine_args(self.stage, model, self.engine_type)))
 
     def default_params(self, checkpoint: Callable[[], Mapping[str, Any]] | None) -> Mapping[str, Any]:
-        """Those of the stage's configuration, else of the checkpoint."""
+        """The defaults of the stage's configuration; without any those of the checkpoint."""
         own = self.stage.default_sampling_params
         return own if own or checkpoint is None else checkpoint()
 

@@ -188,7 +188,7 @@ class ForkServer:
 
     @property
     def modules(self) -> list[str]:
-        """Those that were preloaded."""
+        """The modules that were preloaded."""
         return self._modules
 
     def preload(self, modules: Sequence[str]) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.loader import input_processor_class
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, PipelineConfig, WindowConfig
 from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.distributed.messages import ORCHESTRATOR, PeerUpMessage
 from vllm_omni.distributed.network import NetworkSpec
 from vllm_omni.launch.stage_handle import StageHandle
-from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
 from vllm_omni.placement.spec import MachineShare, StagePlacement
 from vllm_omni.stage.spec import RayWorkers, SourceSpec, StageSpec, TargetSpec
 
@@ -126,16 +125,11 @@ class SpecFactory:
         )
 
     def _window(self, source: int, target: OmniStageConfig) -> WindowConfig:
-        processor = _input_processor_class(target)
+        processor = input_processor_class(target)
         return self.config.window(source, target.stage_id, processor.window if processor else None)
 
     def _reads(self, stage: OmniStageConfig) -> list[str] | None:
         if stage.reads is not None:
             return stage.reads
-        processor = _input_processor_class(stage)
+        processor = input_processor_class(stage)
         return list(processor.reads) if processor is not None and processor.reads is not None else None
-
-
-def _input_processor_class(stage: OmniStageConfig) -> type[StageInputProcessor] | None:
-    path = stage.custom_process_input_func
-    return None if path is None else resolve_dotted_path(path, "custom_process_input_func")

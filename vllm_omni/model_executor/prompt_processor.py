@@ -279,6 +279,25 @@ def read_language(value: Any, known: Sequence[str]) -> str:
     return name if name in known else read_choice(value, "language", known)
 
 
+def read_turns(context: Any, needed: Sequence[str], further: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The earlier turns of a conversation, each with its name in messages.
+
+    Args:
+        needed, further: The keys that each has to have, and may have.
+
+    Raises:
+        TypeError, ValueError: It is no list of such dicts.
+    """
+    if not isinstance(context, (list, tuple)):
+        raise TypeError(f"context must be a list of turns, not {type(context).__name__}")
+    for index, turn in enumerate(context):
+        if not isinstance(turn, Mapping) or not {*needed} <= turn.keys() <= {*needed, *further}:
+            raise ValueError(
+                f"context[{index}] must be a dict with {' and '.join(needed)}, and may have {' and '.join(further)}"
+            )
+    return [(f"context[{index}]", dict(turn)) for index, turn in enumerate(context)]
+
+
 def read_reference(given: Mapping[str, Any]) -> tuple[Any, str] | None:
     """A reference voice of a model that needs its text.
 

@@ -46,13 +46,6 @@ OMNI_CONFIGS: dict[str, str] = {
 OMNI_PIPELINES: dict[str, str] = {"GlmImagePipeline": "glm_image"}
 """By the class in `model_index.json`: names of stage configurations, for diffusers checkpoints with several stages."""
 
-MADE_CHECKPOINTS: dict[str, str] = {
-    "SmolLM2-135M-Instruct": "vllm_omni.talk.weights:language_model",
-    "whisper-base": "vllm_omni.talk.whisper:base",
-    "whisper-tiny.en": "vllm_omni.talk.whisper:tiny_english",
-}
-"""By the name in a stage configuration: functions that make a checkpoint of what other packages have."""
-
 STAGE_KINDS: dict[str, str] = {
     "AR": "vllm_omni.kinds.vllm:Autoregressive",
     "generation": "vllm_omni.kinds.vllm:Generation",
@@ -95,8 +88,6 @@ MODELS = ModelPackage(
     hf_configs=OMNI_CONFIGS,
     stage_configs=Path(__file__).parents[1] / "stage_configs",
     pipelines=OMNI_PIPELINES,
-    made_checkpoints=MADE_CHECKPOINTS,
-    checkpoints=Path(__file__).parents[1] / "checkpoints",
     stage_kinds=STAGE_KINDS,
     speech_adapters=SPEECH_ADAPTERS,
     transcription_adapters=TRANSCRIPTION_ADAPTERS,

@@ -44,7 +44,7 @@ class RowNoise(TorchFunctionMode):
         return len(size) > 0 and size[0] == len(self._seeds)
 
     def _generators_of(self, device: torch.device) -> list[torch.Generator]:
-        """Those of the rows on a device: `torch.manual_seed` seeds that of each device."""
+        """The generator of each row on a device: `torch.manual_seed` seeds that of each device."""
         if device not in self._generators:
             self._generators[device] = [torch.Generator(device).manual_seed(seed) for seed in self._seeds]
         return self._generators[device]

@@ -32,6 +32,7 @@ from vllm_omni.model_executor.transformers_model import (
     TransformersModel,
     TransformersSettings,
     load_config,
+    no_class_error,
     to_device,
 )
 from vllm_omni.model_packages import find_models
@@ -89,11 +90,7 @@ def open_speech_model(
     """
     name = find_speech_class(hf_config)
     if name is None:
-        architectures = ", ".join(hf_config.architectures or ["not given"])
-        raise StageConfigError(
-            f"{model}: the architecture {architectures} makes no sound of a text with transformers "
-            f"{transformers.__version__}\n{find_models().describe()}"
-        )
+        raise no_class_error(model, hf_config, "makes no sound of a text")
     adapter = find_models().speech_adapters.get(name)
     model_type: type[SpeechModel] = SpeechModel if adapter is None else pkgutil.resolve_name(adapter)
     if hears and name not in model_type.hearing_classes:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from transformers import PretrainedConfig
 
-from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.loader import input_processor_class
 from vllm_omni.config.stage_config import OmniStageConfig, WindowConfig
 from vllm_omni.diffusion.pipeline_info import is_diffusers_model, load_model_index
 from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
@@ -93,10 +93,8 @@ def load_stage_input_processor(stage: OmniStageConfig, model: str) -> StageInput
     Args:
         model: The stage's checkpoint.
     """
-    if stage.custom_process_input_func is None:
-        return None
-    hf_config = load_stage_hf_config(stage, model)
-    return resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")(hf_config)
+    processor = input_processor_class(stage)
+    return None if processor is None else processor(load_stage_hf_config(stage, model))
 
 
 def load_stage_hf_config(stage: OmniStageConfig, model: str) -> PretrainedConfig:

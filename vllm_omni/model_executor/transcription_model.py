@@ -20,8 +20,13 @@ import transformers
 from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from vllm_omni.errors import StageConfigError
-from vllm_omni.model_executor.transformers_model import TransformersModel, TransformersSettings, load_config, to_device
+from vllm_omni.model_executor.transformers_model import (
+    TransformersModel,
+    TransformersSettings,
+    load_config,
+    no_class_error,
+    to_device,
+)
 from vllm_omni.model_packages import find_models
 
 _CTC = modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES
@@ -74,11 +79,7 @@ def open_transcription_model(
     """
     name = find_transcription_class(hf_config)
     if name is None:
-        architectures = ", ".join(hf_config.architectures or ["not given"])
-        raise StageConfigError(
-            f"{model}: the architecture {architectures} makes no text of a sound with transformers "
-            f"{transformers.__version__}\n{find_models().describe()}"
-        )
+        raise no_class_error(model, hf_config, "makes no text of a sound")
     adapter = find_models().transcription_adapters.get(name)
     model_type: type[TranscriptionModel] = GeneratingModel
     if adapter is not None:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from vllm_omni.config.utils import convert_config, given_value, nearest, split_error
 from vllm_omni.errors import StageConfigError
+from vllm_omni.model_packages import find_models
 
 TOLERANCE = 1e-4
 """Of samples or other values, or of the largest one where all are small: how much a result that was computed with
@@ -48,25 +49,13 @@ class TransformersSettings:
 TRANSFORMERS_SETTINGS = tuple(setting.name for setting in fields(TransformersSettings))
 
 
-def parse_settings(engine_args: Mapping[str, Any], where: str) -> TransformersSettings:
-    """
-    Args:
-        where: The stage, for messages.
-
-    Raises:
-        StageConfigError: A key is unknown, or a value has the wrong type.
-    """
-    where = f"{where}: engine_args"
-    for key in engine_args:
-        if key not in TRANSFORMERS_SETTINGS:
-            hint = nearest(key, TRANSFORMERS_SETTINGS)
-            known = ", ".join(TRANSFORMERS_SETTINGS)
-            raise StageConfigError(f"{where}: a transformers stage has no {key!r}{hint} (known here: {known})")
-    try:
-        return convert_config(dict(engine_args), TransformersSettings)
-    except msgspec.ValidationError as error:
-        problem, key = split_error(error)
-        raise StageConfigError(f"{where}.{key or '?'}: {problem}{given_value(error, engine_args)}") from error
+def no_class_error(model: str, hf_config: PretrainedConfig, lacks: str) -> StageConfigError:
+    """The error of a checkpoint whose architecture does not do what is wanted: it makes no sound of a text, say."""
+    architectures = ", ".join(hf_config.architectures or ["not given"])
+    return StageConfigError(
+        f"{model}: the architecture {architectures} {lacks} with transformers {transformers.__version__}\n"
+        f"{find_models().describe()}"
+    )
 
 
 def load_config(model: str, engine_args: Mapping[str, Any]) -> PretrainedConfig:

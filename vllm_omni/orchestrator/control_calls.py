@@ -4,7 +4,6 @@
 Belongs to the orchestrator's thread. Does not depend on sockets or processes.
 """
 
-import itertools
 import math
 import time
 from collections import deque
@@ -25,6 +24,7 @@ class _Call:
     """A verb, and the replicas that have to do it.
 
     Attributes:
+        timeout: Seconds from its begin.
         deadline: As `time.monotonic()`.
         waiting: Those that have not answered.
         answers: Those of the others, by instance id.
@@ -32,8 +32,9 @@ class _Call:
 
     verb: AnyVerb
     stages: Sequence[StageHandle]
-    deadline: float
-    result: Future[list[Any]] = field(default_factory=Future)
+    timeout: float
+    result: Future[list[Any]]
+    deadline: float = math.inf
     waiting: set[int] = field(default_factory=set)
     answers: dict[int, ControlResult] = field(default_factory=dict)
 
@@ -62,8 +63,7 @@ class ControlCalls:
         self._stages = stages
         self._weights = {} if weights is None else weights
         self._on_weights = on_weights
-        self._numbers = itertools.count(1)
-        self._number = 0
+        self._number = 0  # of the verb that runs, or of the last one
         self._calls: deque[_Call] = deque()  # the first one runs
         self.is_frozen = False
         self._asleep: dict[int, Sleep] = {}  # how, by stage id
@@ -88,8 +88,8 @@ class ControlCalls:
     def _begin(self) -> None:
         while self._calls:
             call = self._calls[0]
-            call.deadline += time.monotonic()
-            self._number = next(self._numbers)
+            call.deadline = time.monotonic() + call.timeout
+            self._number += 1
             if isinstance(call.verb, Freeze | Thaw):  # A replica that restarts follows when it is ready.
                 self.is_frozen = isinstance(call.verb, Freeze)
             if isinstance(call.verb, Sleep | WakeUp):
@@ -169,5 +169,4 @@ class ControlCalls:
     def _fail(self, text: str, kind: type[ControlError] = ControlError) -> None:
         """Ends the first call, and no other begins."""
         call = self._calls.popleft()
-        self._number = 0
         call.result.set_exception(kind(f"{type(call.verb).__name__}: {text}"))

@@ -160,6 +160,10 @@ class RequestRecord:
         """The stages that take the output of `stage_id`, for this request."""
         return [i for i in self._config.targets[stage_id] if i in self.request.stages]
 
+    def is_assigned_to(self, stage: StageHandle) -> bool:
+        """Whether this replica was selected for it."""
+        return self.instances.get(stage.stage_id) == stage.instance_id
+
     def is_working(self, stage_id: int) -> bool:
         """Whether the stage has input of this request, as far as the orchestrator can tell, and has not answered."""
         return stage_id in self.pending and not any(

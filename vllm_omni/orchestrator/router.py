@@ -315,7 +315,7 @@ class RequestRouter:
         """Starts the requests again whose data the stage's process held; the others wait for the next process."""
         finished = []
         for record in list(self._records.values()):
-            if record.instances.get(stage.stage_id) != stage.instance_id:
+            if not record.is_assigned_to(stage):
                 continue
             if self._is_lost(record, stage):
                 self._on_request_lost(record, stage)
@@ -329,20 +329,16 @@ class RequestRouter:
     def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
         self._without_node.add(stage.instance_id)
-        for isolated in self._isolated_retries:
-            if stage.instance_id == isolated.instance_id:
-                for record in isolated.waiting:
-                    if record.request_id in self._records:
-                        self._fail_dead(record, stage)
-        for record in list(self._records.values()):
-            is_there = record.instances.get(stage.stage_id) == stage.instance_id
-            if record.num_retries and is_there and stage.stage_id in record.unsubmitted:
+        isolated = self._isolated_retry(stage)
+        for record in [self._records[request_id] for request_id in self._retried.values()]:
+            is_unsubmitted = stage.stage_id in record.unsubmitted and record.is_assigned_to(stage)
+            if is_unsubmitted or (isolated is not None and record in isolated.waiting):
                 self._fail_dead(record, stage)
 
     def on_stage_outdated(self, stage: StageHandle) -> None:
         """Nobody knows when the weights of its process are updated: what it should work on fails."""
         for record in list(self._records.values()):
-            if stage.stage_id in record.pending and record.instances.get(stage.stage_id) == stage.instance_id:
+            if stage.stage_id in record.pending and record.is_assigned_to(stage):
                 text = f"{stage.label} died, and its next process has not got the weights of the pipeline"
                 self._fail(record, StageDeadError(text, record.request.external_id, stage.stage_id))
 
@@ -353,7 +349,7 @@ class RequestRouter:
             if neighbour.is_up:
                 stage.send(neighbour.peer_up(stage.node))
         for record in sorted(self._records.values(), key=lambda record: record.number):
-            if stage.stage_id in record.unsubmitted and record.instances.get(stage.stage_id) == stage.instance_id:
+            if stage.stage_id in record.unsubmitted and record.is_assigned_to(stage):
                 self._submit_to(stage, record)
         for neighbour in self._neighbours(stage):
             neighbour.send(stage.peer_up(neighbour.node))
@@ -485,7 +481,7 @@ class RequestRouter:
         """
         text = f"a message of {stage.label} could not be handled: {type(error).__name__}: {error}"
         for record in list(self._records.values()):
-            is_there = stage.stage_id in record.pending and record.instances[stage.stage_id] == stage.instance_id
+            is_there = stage.stage_id in record.pending and record.is_assigned_to(stage)
             if record.request_id == request_id or (request_id is None and is_there):
                 self._fail(record, StageExecutionError(text, record.request.external_id, stage.stage_id))
 

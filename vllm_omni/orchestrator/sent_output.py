@@ -6,9 +6,11 @@ Belongs to the orchestrator's thread.
 """
 
 import zlib
+from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,84 +27,91 @@ class RepetitionError(Exception):
     """An output that is made again does not begin as the one that was sent."""
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A text, or tokens, of which a checksum is kept.
+class _Sent(ABC):
+    """A part of the output that grows.
 
     Attributes:
-        num, checksum: Of what was sent.
-        num_repeated, repeated: Of what was made again.
+        num: Units that were sent.
+        num_repeated: Units that were made again.
     """
-
-    num: int = 0
-    checksum: int = 0
-    num_repeated: int = 0
-    repeated: int = 0
-
-    def restart(self) -> None:
-        self.num_repeated = self.repeated = 0
-
-    def count_known(self, num: int, to_bytes: Callable[[int, int], Any]) -> int:
-        """How many units of a piece were sent before.
-
-        Args:
-            num: Units of the piece.
-            to_bytes: The bytes of units from one to another.
-
-        Raises:
-            RepetitionError: They differ.
-        """
-        known = min(num, self.num - self.num_repeated)
-        self.num_repeated += num
-        if known:
-            self.repeated = zlib.crc32(to_bytes(0, known), self.repeated)
-            if self.num_repeated >= self.num and self.repeated != self.checksum:
-                raise RepetitionError
-        if known < num:
-            self.num = self.num_repeated
-            self.checksum = self.repeated = zlib.crc32(to_bytes(known, num), self.checksum)
-        return known
-
-
-class _SentRows:
-    """A tensor that grows, of which some rows are kept. Those that are made again may differ by as much as kernels do
-    with the size of a batch."""
 
     def __init__(self) -> None:
         self.num = self.num_repeated = 0
-        self._marks: list[torch.Tensor] = []
 
     def restart(self) -> None:
+        """It is made again."""
         self.num_repeated = 0
-        self._marks = [torch.cat(self._marks)] if self._marks else []
 
-    def count_known(self, rows: torch.Tensor) -> int:
-        """How many rows of a piece were sent before.
+    def count_known(self, piece: Any) -> int:
+        """How many units of a piece were sent before.
 
         Raises:
             RepetitionError: They differ.
         """
-        known = min(len(rows), self.num - self.num_repeated)
+        begin, known = self.num_repeated, min(len(piece), self.num - self.num_repeated)
+        self.num_repeated += len(piece)
         if known:
-            again = rows[-self.num_repeated % _STRIDE : known : _STRIDE].double()
-            begin = -(-self.num_repeated // _STRIDE)
-            sent = self._marks[0][begin : begin + len(again)].double()
-            if not torch.allclose(again, sent, rtol=0.01, atol=0.001, equal_nan=True):
-                raise RepetitionError
-        if known < len(rows):
-            self._marks.append(rows[known + -(self.num_repeated + known) % _STRIDE :: _STRIDE].clone())
-        self.num_repeated += len(rows)
-        self.num = max(self.num, self.num_repeated)
+            self._compare(piece[:known], begin)
+        if known < len(piece):
+            self._keep(piece[known:], begin + known)
+            self.num = self.num_repeated
         return known
+
+    @abstractmethod
+    def _compare(self, units: Any, begin: int) -> None:
+        """Compares units with those that were sent from `begin` on. Raises as `count_known`."""
+
+    @abstractmethod
+    def _keep(self, units: Any, begin: int) -> None:
+        """Notes units that are sent, from `begin` on."""
+
+
+class _SentValues(_Sent):
+    """A text, or tokens, of which a checksum is kept."""
+
+    def __init__(self, to_bytes: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._to_bytes = to_bytes
+        self._checksum = 0
+        self._repeated = 0  # the checksum of what was made again
+
+    def _compare(self, units: Any, begin: int) -> None:
+        self._repeated = zlib.crc32(self._to_bytes(units), self._repeated if begin else 0)
+        if self.num_repeated >= self.num and self._repeated != self._checksum:
+            raise RepetitionError
+
+    def _keep(self, units: Any, begin: int) -> None:
+        self._checksum = zlib.crc32(self._to_bytes(units), self._checksum)
+
+
+class _SentRows(_Sent):
+    """A tensor of which some rows are kept. Those that are made again may differ by as much as kernels do with the size
+    of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: list[torch.Tensor] = []
+
+    def _compare(self, units: torch.Tensor, begin: int) -> None:
+        if len(self._marks) > 1:
+            self._marks = [torch.cat(self._marks)]
+        again = units[-begin % _STRIDE :: _STRIDE].double()
+        first = -(-begin // _STRIDE)
+        sent = self._marks[0][first : first + len(again)].double()
+        if not torch.allclose(again, sent, rtol=0.01, atol=0.001, equal_nan=True):
+            raise RepetitionError
+
+    def _keep(self, units: torch.Tensor, begin: int) -> None:
+        self._marks.append(units[-begin % _STRIDE :: _STRIDE].clone())
 
 
 class SentOutput:
     """The streamed output of one stage for one request."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Sent] = {}  # by index of a sequence
-        self._tokens: dict[int, _Sent] = {}
-        self._rows: dict[str, _SentRows] = {}
+        self._texts: dict[int, _Sent] = defaultdict(lambda: _SentValues(str.encode))  # by index of a sequence
+        self._tokens: dict[int, _Sent] = defaultdict(lambda: _SentValues(partial(array, "q")))
+        self._rows: dict[str, _Sent] = defaultdict(_SentRows)
         self._num_media = 0
         self._ended: set[int] = set()  # indices of sequences
         self._steps: dict[int, int] = {}  # the last one, by index of a diffusion stage's output
@@ -146,12 +155,8 @@ class SentOutput:
 
     def _take_completion(self, completion: Completion) -> Completion | None:
         index, text, tokens = completion.index, completion.text, completion.token_ids
-        characters = self._texts.setdefault(index, _Sent()).count_known(
-            len(text), lambda begin, end: text[begin:end].encode()
-        )
-        known = self._tokens.setdefault(index, _Sent()).count_known(
-            len(tokens), lambda begin, end: array("q", tokens[begin:end])
-        )
+        characters = self._texts[index].count_known(text)
+        known = self._tokens[index].count_known(tokens)
         has_ended = completion.finish_reason is not None and index not in self._ended
         if has_ended:
             self._ended.add(index)
@@ -172,9 +177,9 @@ class SentOutput:
     def _take_rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         dim = stream_dim(name)
         rows = (tensor[None] if tensor.ndim == 0 else tensor).movedim(dim, 0)
-        known = self._rows.setdefault(name, _SentRows()).count_known(rows)
+        known = self._rows[name].count_known(rows)
         return tensor if known == 0 else rows[known:].movedim(0, dim)
 
     @property
-    def _parts(self) -> Iterator[_Sent | _SentRows]:
+    def _parts(self) -> Iterator[_Sent]:
         return chain(self._texts.values(), self._tokens.values(), self._rows.values())

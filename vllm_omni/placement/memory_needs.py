@@ -31,7 +31,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.config.loader import resolve_dotted_path
+from vllm_omni.config.loader import input_processor_class
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
 from vllm_omni.engine.engine_args import EngineType, create_config_without_engine, create_engine_args
 from vllm_omni.errors import StageConfigError
@@ -94,7 +94,7 @@ def stage_needs(config: PipelineConfig, stage: OmniStageConfig, model: str) -> S
 
 
 def diffusers_needs(config: DiTConfig, model: str) -> StageNeeds:
-    """Those of a stage that runs a diffusers pipeline; `model` is its checkpoint."""
+    """The needs of a stage that runs a diffusers pipeline; `model` is its checkpoint."""
     from vllm_omni.diffusion.loader import weight_bytes  # imports diffusers
 
     # Each device is counted as the first one, which has all of the pipeline, the others only the denoiser.
@@ -103,7 +103,7 @@ def diffusers_needs(config: DiTConfig, model: str) -> StageNeeds:
 
 
 def vllm_needs(config: PipelineConfig, stage: OmniStageConfig, model: str, engine_type: EngineType) -> StageNeeds:
-    """Those of a stage that runs a vLLM engine of this type; `model` is its checkpoint."""
+    """The needs of a stage that runs a vLLM engine of this type; `model` is its checkpoint."""
     sizes = stage.kind.parallel_sizes
     arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in sizes}
     quantization = arguments.pop("quantization", None)
@@ -214,9 +214,8 @@ def _kv_cache_specs(vllm_config: VllmConfig) -> Iterator[Any]:
 def _rows_of_a_step(config: PipelineConfig, stage: OmniStageConfig, vllm_config: VllmConfig) -> int:
     """Maximal input rows of a step of a one-step engine: fewer if all requests come in windows."""
     scheduler = vllm_config.scheduler_config
-    if stage.custom_process_input_func is None:
+    if (processor := input_processor_class(stage)) is None:
         return scheduler.max_num_batched_tokens
-    processor = resolve_dotted_path(stage.custom_process_input_func, "custom_process_input_func")
     windows = [config.window(source, stage.stage_id, processor.window) for source in stage.engine_input_source]
     sizes = [window.window_size for window in windows if window.streams and not window.only_if_streaming]
     if len(sizes) < len(windows):

@@ -128,7 +128,7 @@ class StageShell:
             self._take_outbox()
         self._requests.start_waiting()
         self._sources.send_refunds()
-        self._act_on_time()
+        self._on_timer()
         self._sender.flush()
         self._requests.wake_engine()
 
@@ -222,7 +222,7 @@ class StageShell:
         )
         self._is_ready = True
 
-    def _act_on_time(self) -> None:
+    def _on_timer(self) -> None:
         now = time.monotonic()
         self._requests.on_timer(now)
         if self._recorder.due is not None and self._recorder.due <= now:

@@ -4,25 +4,27 @@
 import contextlib
 import ctypes
 import glob
+import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import StageConfigError
 from vllm_omni.vllm_versions import CPULoRARunner
 from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights
-from vllm_omni.worker.cpu_kv_cache import CPUKVCache
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -62,6 +64,31 @@ class CPULoRA(CPULoRARunner):
                 "enable_lora: vLLM has no CPU kernels for LoRA on a mixture of experts; set enable_lora to false"
             )
         return super().load_lora_model(model, vllm_config, device)
+
+
+class CPUKVCache(CPUModelRunner):
+    """A base of our runners, whose KV cache takes memory when it is written to.
+
+    vLLM's is filled with zeros at the start, so that a stage takes all of its `kv_cache_memory_bytes` before its first
+    request. The memory of a new mapping is zero already, and the system supplies each page at the first write.
+    """
+
+    def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        with UnwrittenZeros():
+            return super().initialize_kv_cache_tensors(*args, **kwargs)
+
+
+class UnwrittenZeros(TorchFunctionMode):
+    """Inside, int8 zeros `[n]` on a CPU are a mapping of their own; all else is as without it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_flat = func is torch.zeros and [type(arg) for arg in args] == [int] and args[0] > 0
+        if is_flat and kwargs == {"dtype": torch.int8, "device": torch.device("cpu")}:
+            mapping = mmap.mmap(-1, args[0], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(mapping, dtype=torch.int8)  # It keeps the mapping.
+        return func(*args, **kwargs or {})
 
 
 class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUInt8Weights, CPUKVCache):

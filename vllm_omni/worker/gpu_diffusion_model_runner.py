@@ -95,7 +95,10 @@ class DiffusionModelRunner:
         return sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
 
     def check_adapter(self, name: str, path: str) -> None:
-        """Raises as `AdapterManager.check`."""
+        """
+        Raises:
+            ValueError: It is no adapter for this pipeline.
+        """
         self._adapters.check(name, path)
 
     def start(self, job: DiffusionJob) -> JobEnd | None:

@@ -152,7 +152,7 @@ class OmniGPUModelRunner(GPUModelRunner):
                 self._mark_received(req_id, chunk)
 
     def _new_chunks(self, req_id: str, chunks: list[InputChunk]) -> list[InputChunk]:
-        """Those that were not received yet: after a step that raised chunks are sent again."""
+        """The chunks that were not received yet: after a step that raised they are sent again."""
         return [chunk for chunk in chunks if chunk.index >= self.num_chunks.get(req_id, 0)]
 
     def _mark_received(self, req_id: str, chunk: InputChunk) -> None:

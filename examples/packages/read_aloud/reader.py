@@ -3,8 +3,8 @@
 
 import os
 
+from vllm_omni import FunctionStage
 from vllm_omni.errors import InvalidRequestError
-from vllm_omni.function_stage import FunctionStage
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # of the runtime
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vllm_omni.inputs import StageInput
+from vllm_omni import StageInput
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, read_choice, read_text
 
 DEFAULT_TEMPO = 240.0

@@ -8,11 +8,8 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.inputs import StageInput, StageRequest
+from vllm_omni import StageInput, StageInputProcessor, StageOutput, StageRequest, WindowConfig
 from vllm_omni.model_executor.layers.vocoder import Vocoder
-from vllm_omni.model_executor.stage_input_processor import StageInputProcessor
-from vllm_omni.outputs import StageOutput
 
 NUM_PARTIALS = 8
 ATTACK_S, RING_S = 0.01, 0.5

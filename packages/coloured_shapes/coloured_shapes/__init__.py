@@ -8,4 +8,7 @@ from pathlib import Path
 
 from vllm_omni.model_packages import ModelPackage
 
-MODELS = ModelPackage(checkpoints=Path(__file__).with_name("checkpoints"))
+MODELS = ModelPackage(
+    checkpoints=Path(__file__).with_name("checkpoints"),
+    demos={"coloured_shapes.demo:run_shapes": 5},
+)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of `vllm-omni demo` in which the models of this package hear, see, speak and paint.
 
-2. starts both: `shapes` (an omni model) and `shapes-painter` (a diffusers pipeline)
-3. draws a picture that training never saw, and lets one of the model's voices ask about it
-4. sends picture and voice to the model, which answers in text and speech
-5. paints a sentence
-6. asks the model what it sees in that painting
+1. starts both: `shapes` (an omni model) and `shapes-painter` (a diffusers pipeline)
+2. draws a picture that training never saw, and lets one of the model's voices ask about it
+3. sends picture and voice to the model, which answers in text and speech
+4. paints a sentence
+5. asks the model what it sees in that painting
 
 Every result is checked.
 """
@@ -14,7 +14,6 @@ import base64
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import soundfile
@@ -25,44 +24,40 @@ from coloured_shapes.language import Scene, describe, random_dialogue, random_sc
 from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
-from vllm_omni.entrypoints.cli.demo_results import DemoAnswer, DemoResult, Verdict, print_verdict, stream_answer
+from vllm_omni.entrypoints.cli.demo_results import (
+    DemoAnswer,
+    DemoResult,
+    DemoRun,
+    Verdict,
+    print_verdict,
+    stream_answer,
+)
 from vllm_omni.entrypoints.omni_llm import OmniLLM
 from vllm_omni.extras import install_command
-from vllm_omni.speech_recognition import count_understood
+from vllm_omni_talk.speech_recognition import count_understood
 
 OMNI, PAINTER = "shapes", "shapes-painter"
 LEAST_UNDERSTOOD = 0.75
 """The share of an answer's words that must be recognized: the recognizer misses some of anyone's."""
 
 
-def run_shapes(folder: Path, seed: int) -> list[DemoResult]:
-    """
-    Args:
-        folder: Gets pictures and sounds.
-        seed: Of the picture, the questions and the painting.
-    """
+def run_shapes(run: DemoRun) -> None:
+    """The seed is of the picture, the questions and the painting."""
     started = time.perf_counter()
-    print(
-        f"\n[2/6] starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process", flush=True
-    )
+    run.step(f"starting {OMNI} (thinker, talker, code2wav) and {PAINTER}, each stage in its own process")
     with ThreadPoolExecutor(2) as pool:
         starting = pool.submit(OmniLLM, OMNI, use_tqdm_on_load=False), pool.submit(OmniLLM, PAINTER)
     with starting[0].result() as omni, starting[1].result() as painter:
         print(f"      ready after {time.perf_counter() - started:.0f} s")
-        demo = Demo(folder, random.Random(seed), omni, painter)
-        demo.run()
-    return demo.results
+        Demo(run, omni, painter).run()
 
 
 class Demo:
-    """
-    Attributes:
-        results: What was checked, in order.
-    """
+    """The steps after the start."""
 
-    def __init__(self, folder: Path, rng: random.Random, omni: OmniLLM, painter: OmniLLM) -> None:
-        self.results: list[DemoResult] = []
-        self._folder, self._rng, self._omni, self._painter = folder, rng, omni, painter
+    def __init__(self, run: DemoRun, omni: OmniLLM, painter: OmniLLM) -> None:
+        self._run, self._omni, self._painter = run, omni, painter
+        self._folder, self._rng = run.folder, random.Random(run.seed)
         self._recognizer = Recognizer() if Recognizer.is_installed() else None
 
     def run(self) -> None:
@@ -70,22 +65,22 @@ class Demo:
         picture = draw(self._rng, scene)
         picture.save(self._folder / "picture.png")
         turn = random_dialogue(self._rng, scene)[0]
-        print(f"\n[3/6] a new picture: {_list(scene)} -> {self._folder}/picture.png")
+        self._run.step(f"a new picture: {_list(scene)} -> {self._folder}/picture.png")
         print("      a voice asks about it: ", end="")
         asked = self._chat([{"type": "text", "text": f"Say: {turn.question}"}], "ben")
         self._check_answer("The question, spoken by the model", turn.question, asked, "question.wav")
 
-        print("\n[4/6] hears the question and sees the picture; it answers: ", end="")
+        self._run.step("hears the question and sees the picture; it answers: ", end="")
         voice = base64.b64encode((self._folder / "question.wav").read_bytes()).decode()
         heard = {"type": "input_audio", "input_audio": {"data": voice, "format": "wav"}}
         answer = self._chat([{"type": "image_pil", "image_pil": picture}, heard], "ada")
         self._check_answer("The answer", turn.answer, answer, "answer.wav", picture="picture.png")
 
         sentence = describe(random_scene(self._rng, held_out=True))
-        print(f"\n[5/6] paints: {sentence}")
+        self._run.step(f"paints: {sentence}")
         painting = self._paint(sentence)
 
-        print("\n[6/6] sees its painting, and says what is in it: ", end="")
+        self._run.step("sees its painting, and says what is in it: ", end="")
         seen = find_shapes(painting)
         question = {"type": "text", "text": "What is in the picture?"}
         answer = self._chat([{"type": "image_pil", "image_pil": painting}, question], "ada")
@@ -116,7 +111,7 @@ class Demo:
             print(f"      speech {understood}")
         note = f"Expected: {expected} Speech: {understood}."
         verdict = _verdict(is_right)
-        self.results.append(DemoResult(title, answer.text, note, verdict, picture, file, answer.output))
+        self._run.results.append(DemoResult(OMNI, title, answer.text, note, verdict, picture, file, answer.output))
 
     def _paint(self, sentence: str) -> Image.Image:
         started = time.perf_counter()
@@ -128,8 +123,9 @@ class Demo:
         is_right = agrees(seen, sentence)
         note = f"its pixels show: {_list(seen)}"
         print_verdict("painting", is_right, note)
-        self.results.append(
+        self._run.results.append(
             DemoResult(
+                PAINTER,
                 "The painting",
                 sentence,
                 note[0].upper() + note[1:] + ".",

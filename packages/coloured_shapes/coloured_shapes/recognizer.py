@@ -17,7 +17,7 @@ from coloured_shapes.language import (
     random_sentence,
     split_words,
 )
-from vllm_omni.speech_recognition import make_arpa, make_decoder, make_dictionary, recognize, to_input
+from vllm_omni_talk.speech_recognition import make_arpa, make_decoder, make_dictionary, recognize, to_input
 
 _NUM_SENTENCES = 20_000
 _VOCABULARY = sorted({word.lower() for word in SPOKEN_WORDS})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 SAMPLE_RATE = 24_000
 """Of what the model speaks."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
-from vllm_omni.entrypoints.cli import demo, demo_talk
-from vllm_omni.entrypoints.cli.demo_results import DemoAnswer, DemoResult, Verdict, write_page
+from vllm_omni.entrypoints.cli.demo_results import DemoResult, write_page
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 
-PARIS = "The capital of France is Paris."
 STAGES = [
     StageMetrics(stage_id=0, name="llm", arrival=10.0, first_output=10.5, finished=12.0),
     StageMetrics(stage_id=1, name="voice", arrival=11.0, finished=14.0),
@@ -26,55 +22,14 @@ STAGES = [
 OUTPUT = cast(OmniRequestOutput, SimpleNamespace(stage_metrics=STAGES))
 
 
-@pytest.mark.parametrize(
-    ("sentence", "text", "is_cut", "is_clear", "verdict"),
-    [
-        (demo_talk.QUESTION, PARIS, False, True, "right"),
-        (demo_talk.QUESTION, PARIS, True, True, "cut short"),
-        (demo_talk.QUESTION, "It is London.", False, True, "wrong"),
-        (demo_talk.QUESTION, "It is London", True, True, "wrong"),
-        (demo_talk.QUESTION, PARIS, False, False, "wrong"),
-        ("Why?", "Because.", False, True, "not judged"),
-        ("Why?", "Because", True, True, "cut short"),
-        ("Why?", "Because.", False, False, "wrong"),
-    ],
-)
-def test_an_answer_is_right_only_if_it_is_whole_and_judged(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    sentence: str,
-    text: str,
-    is_cut: bool,
-    is_clear: bool,
-    verdict: Verdict,
-) -> None:
-    answer = DemoAnswer(text, torch.zeros(2400), 0.1, 0.2, is_cut, OUTPUT)
-    monkeypatch.setattr(demo_talk, "require_packages", lambda: None)
-    monkeypatch.setattr(demo_talk, "OmniLLM", lambda *args, **options: nullcontext())
-    monkeypatch.setattr(demo_talk, "stream_answer", lambda omni, sentence: answer)
-    monkeypatch.setattr(demo_talk, "judge_speech", lambda *args: (is_clear, "judged"))
-    monkeypatch.setattr(demo, "_run_shapes", lambda folder, seed: list[DemoResult]())
-
-    with pytest.raises(SystemExit) as ended:
-        demo.run_demo([str(tmp_path), "--say", sentence])
-
-    assert ended.value.code == (1 if verdict == "wrong" else 0)
-    printed = capsys.readouterr().out
-    assert f"\n1 {verdict}; see {tmp_path}/index.html" in printed
-    page = (tmp_path / "index.html").read_text()
-    style = verdict if verdict in ("right", "wrong") else "open"
-    assert re.findall(r"<h2>The answer to .*: <span class=(\w+)>(.*)</span>", page) == [(style, verdict)]
-
-
 def result(**values: Any) -> DemoResult:
-    defaults = {"title": "An answer", "text": "a < b", "note": "A note.", "verdict": "right"}
+    defaults = {"model": "talk", "title": "An answer", "text": "a < b", "note": "A note.", "verdict": "right"}
     return DemoResult(**{**defaults, "picture": None, "sound": "talk.wav", "output": OUTPUT, **values})
 
 
 def test_the_page_explains_itself_and_names_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni.entrypoints.cli.demo_results.find_spec", lambda name: object())
-    page = write_page(tmp_path, [result()], "talk")
+    page = write_page(tmp_path, [result(), result(model="another")])
     text = page.read_text()
     legend = text[text.index("class=legend") : text.index("<article>")]
     for word in ("waits", "works", "right", "wrong", "not judged", "cut short"):
@@ -90,7 +45,7 @@ def test_the_page_explains_itself_and_names_what_comes_next(tmp_path: Path, monk
 
 def test_without_the_playground_the_next_page_is_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni.entrypoints.cli.demo_results.find_spec", lambda name: None)
-    text = write_page(tmp_path, [result()], "shapes").read_text()
+    text = write_page(tmp_path, [result(model="shapes")]).read_text()
     assert "vllm serve shapes --omni</code>" in text and 'href="http://localhost:8000/docs"' in text
 
 
@@ -101,7 +56,7 @@ def test_the_page_fits(tmp_path: Path, width: int) -> None:
     if shutil.which("chromium") is None:
         pytest.skip("needs Chromium (`make programs`)")
     results = [result(), result(text="word" * 40, verdict="not judged"), result(picture="picture.png")]
-    page = write_page(tmp_path, results, "talk")
+    page = write_page(tmp_path, results)
     with playwright.sync_playwright() as running:
         browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": width, "height": 800})

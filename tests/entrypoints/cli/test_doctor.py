@@ -106,7 +106,7 @@ def test_wrong_options_of_another_machine(run, arguments: list[str], words: str)
 
 def test_the_remedy_installs_from_a_checkout(monkeypatch) -> None:
     """The package of the same name on a package index is another project."""
-    monkeypatch.setattr(doctor, "_metadata_of", lambda name, key="Version": None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
     finding = next(f for f in doctor.check_packages() if "only importable" in f.message)
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     (missing,) = doctor.check_python()
@@ -154,7 +154,7 @@ def test_a_torchvision_for_another_torch(monkeypatch) -> None:
     error = "RuntimeError: operator torchvision::nms does not exist"
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "import_error", lambda name: error)
-    monkeypatch.setattr(doctor, "_metadata_of", lambda name, key="Version": "2.13.0+cpu")
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.13.0+cpu")
     findings = list(doctor.check_companions())
     assert levels(findings) == ["FAIL", "WARN", "WARN"]
     assert error in findings[0].message and "--index-url https://download.pytorch.org/whl/cpu" in findings[0].remedy

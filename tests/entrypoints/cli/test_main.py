@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.cli import doctor
 from vllm_omni.entrypoints.cli import main as cli
 from vllm_omni.errors import OmniError
 from vllm_omni.metrics import status_line
+from vllm_omni.model_packages import Command, InstalledModels, ModelPackage
 from vllm_omni.vllm_requirement import find_vllm
 
 
@@ -26,7 +27,8 @@ def test_help_names_the_commands(run, arguments):
         "serve MODEL",
         "config show MODEL",
         "bench serve",
-        "demo [FOLDER]",
+        "demo [FOLDER] [options]       a sentence",
+        "playground URL [options]      a page",
         "doctor [MODEL]",
         "from vllm_omni import OmniLLM",
     ):
@@ -74,6 +76,18 @@ def test_a_mistyped_command(run, arguments):
     assert (result.code, result.err) == (2, "vllm-omni: error: there is no command 'sevre'; did you mean 'serve'?\n")
 
 
+def test_packages_have_commands_and_a_broken_one_is_named(run, monkeypatch):
+    tell = ModelPackage(commands={"tell": Command("builtins:print", "WORDS", "prints them")})
+    models = InstalledModels({"teller 1.0 (teller)": tell}, {"tool 1.0 (tool)": "tool:MODELS: no licence"})
+    monkeypatch.setattr(cli, "find_models", lambda: models)
+    assert run("tell", "a", "b").out == "['a', 'b']\n"
+    assert "       vllm-omni tell WORDS                    prints them\n" in run("--help").out
+    assert run("tel", "a").err.splitlines() == [
+        "vllm-omni: tool 1.0 (tool) is left out: tool:MODELS: no licence",
+        "vllm-omni: error: there is no command 'tel'; did you mean 'tell'?",
+    ]
+
+
 def test_help_is_a_command(run):
     assert run("help") == run("--help")
 
@@ -102,7 +116,7 @@ def test_omni_is_refused_where_it_means_nothing(run):
     result = run("chat", "--omni")
     assert result.code == 2
     assert (
-        "--omni is for serve, config, bench, run-batch, demo, playground, doctor; leave it out for chat" in result.err
+        "--omni is for serve, config, bench, run-batch, demo, doctor, playground; leave it out for chat" in result.err
     )
     result = run("bench", "latency", "--omni")
     assert result.code == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applications that all tests of a session share."""
+"""Applications that tests share."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +8,10 @@ import pytest
 from fastapi import FastAPI
 from vllm import envs
 
-from tests.entrypoints.openai.media_apps import server_args, serving
+from tests.entrypoints.openai.fake_server import FakeServer
+from tests.entrypoints.openai.media_apps import app_of, server_args, serving
+from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME, install
 
 
@@ -32,3 +35,19 @@ def image_app(tiny_diffusion: Callable[[str], Path]) -> Iterator[FastAPI]:
     """Of an image model that also takes images."""
     with serving(tiny_diffusion("z_image"), max_pixels=128 * 128) as app:
         yield app
+
+
+@pytest.fixture(scope="module")
+def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
+    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
+
+
+@pytest.fixture(scope="module")
+def text_app(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> FastAPI:
+    return app_of(OmniEngineClient(text_async_llm), tiny_qwen3)
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncOmniLLM) -> FakeServer:
+    """Of the module's own pipeline."""
+    return FakeServer(llm)

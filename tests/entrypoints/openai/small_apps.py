@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
-from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
-from vllm_omni.entrypoints.openai.middleware import add_middleware
+from vllm_omni.entrypoints.openai.middleware import add_middleware, bound_json_routes
 
 DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "public_lists": False}
 

@@ -38,11 +38,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def server(llm: AsyncOmniLLM) -> FakeServer:
-    return FakeServer(llm)
-
-
 def transcribe(server: FakeServer, path: str = "transcriptions", **fields: Any) -> httpx.Response:
     files = {"file": ("a.wav", fields.pop("data", sound()))}
     return send(server.app, "POST", f"/v1/audio/{path}", files=files, data={"model": "fake", **fields})

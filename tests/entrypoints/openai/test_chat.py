@@ -212,5 +212,4 @@ def test_vllm_s_handlers_read_the_settings_of_its_renderer() -> None:
     renderer = SimpleNamespace(reasoning_effort_map={"medium": "low"})
     handler: Any = SimpleNamespace(online_renderer=renderer, engine_client=client)
     ours: Any = OmniServingChat.from_vllm(handler)
-    ours.set_up(["text"])
     assert ours.online_renderer.reasoning_effort_map == {"medium": "low"}

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of OpenAI's chat that clients send and that mean nothing here: accepted by every kind of pipeline."""
 
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import MODEL, app_of, use, with_flags
-from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from tests.entrypoints.openai.media_apps import MODEL, use, with_flags
 
 GROUP = "app"
 FIELDS: dict[str, Any] = {
@@ -32,16 +29,6 @@ SPEECH: dict[str, Any] = {
 }
 BLOCK_SIZE = 32
 IMAGE: dict[str, Any] = {"extra_body": {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}}
-
-
-@pytest.fixture(scope="module")
-def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
-
-
-@pytest.fixture(scope="module")
-def text_app(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> FastAPI:
-    return app_of(OmniEngineClient(text_async_llm), tiny_qwen3)
 
 
 def answer(app: FastAPI, stream: bool, fields: dict[str, Any]) -> list[dict[str, Any]]:

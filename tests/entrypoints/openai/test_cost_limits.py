@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import app_of, server_args
+from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.small_apps import send
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
@@ -24,20 +24,10 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "s
 LOOP = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
 
 
-@pytest.fixture(scope="module")
-def app(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> FastAPI:
-    return app_of(OmniEngineClient(text_async_llm), tiny_qwen3)
-
-
-@pytest.fixture(scope="module")
-def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
-
-
 @pytest.fixture(autouse=True)
-def _the_next_request_is_answered(app: FastAPI) -> Iterator[None]:
+def _the_next_request_is_answered(text_app: FastAPI) -> Iterator[None]:
     yield
-    response = chat(app, structured_outputs={"choice": ["yes"]})
+    response = chat(text_app, structured_outputs={"choice": ["yes"]})
     assert response.json()["choices"][0]["message"]["content"] == "yes", response.text
 
 
@@ -69,19 +59,19 @@ def error_of(response: Any) -> dict[str, Any]:
         ({"n": 129, "use_beam_search": True}, "--max-n"),
     ],
 )
-def test_what_costs_too_much_is_refused(app: FastAPI, fields: dict[str, Any], flag: str, stream: bool) -> None:
+def test_what_costs_too_much_is_refused(text_app: FastAPI, fields: dict[str, Any], flag: str, stream: bool) -> None:
     if stream and fields.get("use_beam_search"):
         pytest.skip("vLLM does not stream beam search")
-    assert flag in error_of(chat(app, stream=stream, **fields))["message"]
+    assert flag in error_of(chat(text_app, stream=stream, **fields))["message"]
 
 
-def test_completions_are_limited_too(app: FastAPI) -> None:
+def test_completions_are_limited_too(text_app: FastAPI) -> None:
     body = {"prompt": "a", "max_tokens": 2}
     for fields, flag in (
         ({"structured_outputs": {"choice": WORDS}}, "--max-grammar-values"),
         ({"n": 129}, "--max-n"),
     ):
-        assert flag in error_of(send(app, "POST", "/v1/completions", json={**body, **fields}))["message"]
+        assert flag in error_of(send(text_app, "POST", "/v1/completions", json={**body, **fields}))["message"]
 
 
 def test_the_limits_are_flags(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> None:
@@ -110,9 +100,9 @@ def test_the_limits_are_flags(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) ->
     ],
 )
 def test_a_grammar_that_matches_no_text_is_the_clients_error(
-    app: FastAPI, fields: dict[str, Any], stream: bool
+    text_app: FastAPI, fields: dict[str, Any], stream: bool
 ) -> None:
-    response = chat(app, stream=stream, **fields)
+    response = chat(text_app, stream=stream, **fields)
     if response.status_code == 200:  # The first token has left already.
         assert stream and '"code":400' in response.text.replace(" ", ""), response.text
     else:

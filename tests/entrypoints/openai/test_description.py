@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """GET /v1/pipeline, and the times of one request."""
 
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
-from vllm_omni import AsyncOmniLLM
+from tests.entrypoints.openai.media_apps import MODEL, send, use
 from vllm_omni.entrypoints.openai import engine_client
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient, RecentRequest, RecentRequests
+from vllm_omni.entrypoints.openai.engine_client import RecentRequest, RecentRequests
 
 GROUP = "app"
-
-
-@pytest.fixture(scope="module")
-def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
 
 
 def test_an_omni_model(omni_app: FastAPI) -> None:

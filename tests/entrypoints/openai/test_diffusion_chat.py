@@ -25,7 +25,7 @@ from tests.entrypoints.openai.media_apps import MODEL, png, send, server_args, u
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.entrypoints.openai.api_server import DiffusionModels
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
+from vllm_omni.entrypoints.openai.last_message_chat import LastMessageChat, make_chat
 from vllm_omni.entrypoints.openai.voices import Voices
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.media import encode_outputs
@@ -229,11 +229,11 @@ class FakeAudioClient:
 
 
 @pytest.fixture
-def audio_chat(tmp_path: Path) -> DiffusionChat:
+def audio_chat(tmp_path: Path) -> LastMessageChat:
     model = write_index(tmp_path, "AceStepPipeline")
     client: Any = FakeAudioClient(model)
     state = State({"openai_serving_models": DiffusionModels(client, [BaseModelPath(MODEL, model)])})
-    return DiffusionChat(client, state, server_args(tmp_path))
+    return make_chat(client, state, server_args(tmp_path))
 
 
 def audio_request(*parts: dict[str, Any], **fields: Any) -> OmniChatCompletionRequest:
@@ -241,7 +241,7 @@ def audio_request(*parts: dict[str, Any], **fields: Any) -> OmniChatCompletionRe
     return OmniChatCompletionRequest(messages=messages, n=2, extra_body={"seed": 1}, **fields)
 
 
-def test_audio_is_a_file_for_each_choice(audio_chat: DiffusionChat) -> None:
+def test_audio_is_a_file_for_each_choice(audio_chat: LastMessageChat) -> None:
     answer: Any = asyncio.run(audio_chat.create_chat_completion(audio_request(modalities=["audio"])))
 
     for choice, level in zip(answer.choices, (0.25, 0.5), strict=True):
@@ -252,7 +252,7 @@ def test_audio_is_a_file_for_each_choice(audio_chat: DiffusionChat) -> None:
             np.testing.assert_allclose(frames, [[level, -level]] * 4800, atol=1e-4)
 
 
-def test_a_sound_is_an_input_by_its_name(audio_chat: DiffusionChat) -> None:
+def test_a_sound_is_an_input_by_its_name(audio_chat: LastMessageChat) -> None:
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setparams((1, 2, 8000, 0, "NONE", ""))
@@ -272,7 +272,7 @@ def test_a_sound_is_an_input_by_its_name(audio_chat: DiffusionChat) -> None:
         asyncio.run(audio_chat.create_chat_completion(audio_request(*two)))
 
 
-def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) -> None:
+def test_audio_is_streamed_in_the_requested_format(audio_chat: LastMessageChat) -> None:
     async def main() -> list[bytes]:
         stream: Any = await audio_chat.create_chat_completion(audio_request(stream=True, audio={"format": "flac"}))
         return [line async for line in stream]
@@ -283,7 +283,7 @@ def test_audio_is_streamed_in_the_requested_format(audio_chat: DiffusionChat) ->
     assert sounds[0]["id"] != sounds[1]["id"]
 
 
-def test_a_model_without_voices_accepts_openais(audio_chat: DiffusionChat) -> None:
+def test_a_model_without_voices_accepts_openais(audio_chat: LastMessageChat) -> None:
     """OpenAI's client requires a voice."""
     for voice in ("alloy", {"id": "coral"}):
         asyncio.run(audio_chat.create_chat_completion(audio_request(audio={"format": "wav", "voice": voice})))

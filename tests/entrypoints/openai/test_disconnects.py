@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client aborts, full queues, deadlines and dead stages: the server continues, and nothing leaks."""
+"""Client aborts, full queues, deadlines and dead stages: the server continues, and nothing leaks. It ends if the
+pipeline has ended on an error of its own."""
 
 import asyncio
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from vllm.entrypoints.launchers.launcher import terminate_if_errored
 
 from tests.entrypoints.fake_pipelines import WRITER, fake_prompt, is_idle, running, set_deadline, submissions
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.entrypoints.openai.media_apps import use
 from tests.entrypoints.openai.small_apps import send
+from tests.orchestrator.pipelines import FAR
+from tests.orchestrator.test_failure import wait_until
+from tests.orchestrator.test_own_errors import fail
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.errors import PipelineFullError
+from vllm_omni.errors import PipelineClosedError, PipelineFullError
 
 LONG = {"fake_tokens": 100_000, "fake_seconds": 0.01, "fake_only": "writer"}
 QUICK: dict[str, Any] = {"stream": False, "options": {"text": "hello"}}
@@ -27,11 +33,6 @@ QUICK: dict[str, Any] = {"stream": False, "options": {"text": "hello"}}
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
     with running(AsyncOmniLLM, tmp_path_factory.mktemp("config"), max_inflight=2, max_queued=2) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def server(llm: AsyncOmniLLM) -> FakeServer:
-    return FakeServer(llm)
 
 
 def question(*, stream: bool = False, **options: Any) -> dict[str, Any]:
@@ -268,3 +269,28 @@ def test_a_shutdown_without_timeout_aborts_running_requests(tmp_path: Path) -> N
 
     with running(AsyncOmniLLM, tmp_path, (WRITER,)) as llm:
         asyncio.run(main(FakeServer(llm)))
+
+
+def test_a_pipeline_that_ends_by_itself_is_unavailable(tmp_path: Path) -> None:
+    with running(AsyncOmniLLM, tmp_path) as llm:
+        server = FakeServer(llm)
+        assert send(server.app, "GET", "/health").status_code == 200
+        web = SimpleNamespace(should_exit=False)
+
+        async def ask() -> list[tuple[dict, int]]:
+            body = {"options": {"fake_seconds": FAR}}
+            requests = [AppRequest(server.app, "/v1/generate", body) for _ in range(2)]
+            await asyncio.to_thread(wait_until, lambda: llm._pipeline.orchestrator.activity()["writer"] == 2)
+            fail(llm._pipeline.orchestrator)
+            return [(await request.end(), request.status) for request in requests]
+
+        for answer, status in asyncio.run(ask()):
+            assert status == 503 and "an internal error" in answer["error"]["message"]
+        health = send(server.app, "GET", "/health")
+        assert health.status_code == 503 and health.json()["status"] == "unavailable"
+        assert {stage["status"] for stage in health.json()["stages"]} == {"dead"}
+        refused = send(server.app, "POST", "/v1/generate", json={})
+        assert refused.status_code == 503 and "an internal error" in refused.json()["error"]["message"]
+        terminate_if_errored(web, server.client)  # type: ignore[arg-type]
+        assert web.should_exit and isinstance(server.client.dead_error, PipelineClosedError)
+        assert "restart the server" in str(server.client.dead_error) and not llm.is_open

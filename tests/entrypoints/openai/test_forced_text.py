@@ -11,8 +11,6 @@ from fastapi import FastAPI
 from vllm.inputs import EngineInput
 from vllm.sampling_params import SamplingParams
 
-from tests.entrypoints.fake_pipelines import is_idle, submissions
-from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import app_of
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.openai.test_audio_formats import decode
@@ -160,17 +158,3 @@ def test_voices(app: FastAPI) -> None:
 def test_wrong_requests_are_refused(qwen3_app: FastAPI, fields: dict[str, Any], param: str) -> None:
     response = speak(qwen3_app, "abc", **fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_client_abort_frees_everything(qwen3_app: FastAPI, talking_async_llm: AsyncOmniLLM, waits: bool) -> None:
-    async def main() -> None:
-        with submissions(talking_async_llm) as submitted:
-            visit = AppRequest(qwen3_app, "/v1/audio/speech", {"input": "hello"})
-            if waits:
-                await visit.first_chunk()
-            assert await asyncio.to_thread(submitted.wait, 60)
-        await visit.disconnect()
-        assert is_idle(talking_async_llm)
-
-    asyncio.run(main())

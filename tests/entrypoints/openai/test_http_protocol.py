@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the web server, and when: the headers of answers, and the lines of the access log."""
+"""Clients that read too slowly, and requests of other versions of HTTP."""
 
-import asyncio
-import logging
 import socket
 from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
-from typing import Any, cast
 
 import httpx
 import pytest
@@ -16,86 +13,9 @@ from fastapi.responses import StreamingResponse
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.small_apps import make_app
-from vllm_omni.entrypoints.openai.http_protocol import HeadersTransport, LateLogger, _watched, http_protocol
+from vllm_omni.entrypoints.openai.http_protocol import _watched, http_protocol
 
 END = b"\r\n\r\n"
-HEADERS = b"HTTP/1.1 200 OK" + END
-
-
-class RecordedTransport:
-    def __init__(self) -> None:
-        self.events: list[bytes | str] = []
-
-    def write(self, data: bytes) -> None:
-        self.events.append(data)
-
-    def close(self) -> None:
-        self.events.append("closed")
-
-    def get_write_buffer_size(self) -> int:
-        return 7
-
-
-def make_transport() -> tuple[HeadersTransport, list[bytes | str]]:
-    transport = RecordedTransport()
-    return HeadersTransport(cast(Any, transport), asyncio.get_running_loop()), transport.events
-
-
-def test_headers_are_sent_with_what_follows_them() -> None:
-    async def answer() -> list[bytes | str]:
-        transport, sent = make_transport()
-        assert transport.get_write_buffer_size() == 7
-        for body in (b"a", b"b"):  # Two answers of one connection.
-            transport.write(HEADERS)
-            assert sent[-1:] != [HEADERS]
-            transport.write(body)
-            transport.write(b"more")
-        await asyncio.sleep(0)
-        return sent
-
-    assert asyncio.run(answer()) == [HEADERS + b"a", b"more", HEADERS + b"b", b"more"]
-
-
-def test_headers_that_nothing_follows_are_sent_after_the_iteration() -> None:
-    async def answer() -> list[bytes | str]:
-        transport, sent = make_transport()
-        transport.write(HEADERS)
-        await asyncio.sleep(0)
-        assert sent == [HEADERS]
-        transport.write(b"a")
-        transport.write(HEADERS)
-        transport.write(HEADERS)  # None are lost.
-        transport.close()
-        await asyncio.sleep(0)
-        return sent
-
-    assert asyncio.run(answer()) == [HEADERS, b"a", HEADERS + HEADERS, "closed"]
-
-
-def test_headers_alone_are_sent_before_the_connection_is_closed() -> None:
-    async def answer() -> list[bytes | str]:
-        transport, sent = make_transport()
-        transport.write(HEADERS)
-        transport.close()
-        await asyncio.sleep(0)
-        return sent
-
-    assert asyncio.run(answer()) == [HEADERS, "closed"]
-
-
-def test_a_line_of_the_log_is_written_after_the_iteration_but_not_of_a_poll(caplog: pytest.LogCaptureFixture) -> None:
-    async def answer() -> None:
-        with caplog.at_level(logging.INFO, "test.access"):
-            logger = LateLogger(
-                logging.getLogger("test.access"), asyncio.get_running_loop(), lambda method, path: path != "/poll"
-            )
-            for path, status in (("/a?b", 200), ("/poll?b", 200), ("/poll", 503)):
-                logger.info('%s - "%s %s HTTP/%s" %d', "1.2.3.4:5", "GET", path, "1.1", status)
-            assert not caplog.messages
-            await asyncio.sleep(0)
-
-    asyncio.run(answer())
-    assert caplog.messages == ['1.2.3.4:5 - "GET /a?b HTTP/1.1" 200', '1.2.3.4:5 - "GET /poll HTTP/1.1" 503']
 
 
 class WatchedBase:
@@ -131,34 +51,6 @@ def test_a_client_has_to_read_with_a_rate(min_rate: int, fewest: int) -> None:
         protocol.pause_writing()
         assert not protocol.read(fewest) and not protocol.read(fewest)
         assert protocol.read(fewest - 1) and not protocol.timers
-
-
-def test_answers_over_http() -> None:
-    app = make_app()
-    has_headers = asyncio.Event()
-
-    async def parts() -> AsyncGenerator[bytes, None]:
-        await has_headers.wait()  # Of the client: the headers do not wait for the first part.
-        yield b"part"
-
-    @app.get("/slow")
-    async def slow() -> StreamingResponse:
-        return StreamingResponse(parts())
-
-    @app.get("/go")
-    async def go() -> str:
-        has_headers.set()
-        return "gone"
-
-    with (
-        over_http(app, http=http_protocol(60)) as url,
-        httpx.Client(base_url=url) as client,
-        client.stream("GET", "/slow") as answer,
-    ):
-        assert answer.status_code == 200
-        for _ in range(2):  # On one connection.
-            assert client.get("/go").json() == "gone"
-        assert answer.read() == b"part"
 
 
 def answer_to(url: str, request: bytes) -> bytes:

@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.openai.json_body import (
     decode,
     validator_of,
 )
-from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
+from vllm_omni.entrypoints.openai.middleware import bound_json_routes
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, read_event
 from vllm_omni.entrypoints.openai.speech_request import SpeechBatchRequest
 

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's documented programs for images and videos; only the server and the model are replaced."""
+"""OpenAI's documented programs for speech, chat with audio, images and videos; only server and model are replaced.
+
+The address and the key come from the environment, as OpenAI's client has it, where a program makes its client.
+"""
 
 import base64
 import io
+import runpy
+import shutil
+import subprocess
+import sys
 import time
+import wave
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
+import numpy as np
 import openai
 import pytest
 from openai.types import (
@@ -22,15 +33,293 @@ from PIL import Image
 from pydantic import BaseModel
 
 from tests.entrypoints.openai.media_apps import png
+from tests.entrypoints.openai.test_audio_formats import decode
+from tests.entrypoints.openai.test_openai_client import audio_file
 from tests.servers import RunningServer
 
 GROUP = "server"
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+TO_A_FILE = """
+from pathlib import Path
+from openai import OpenAI
+
+client = OpenAI()
+speech_file_path = Path(__file__).parent / "speech.mp3"
+
+with client.audio.speech.with_streaming_response.create(
+    model="gpt-4o-mini-tts",
+    voice="coral",
+    input="Today is a wonderful day to build something people love!",
+    instructions="Speak in a cheerful and positive tone.",
+) as response:
+    response.stream_to_file(speech_file_path)
+"""
+TO_A_FILE_WITHOUT_A_CLIENT = """
+from pathlib import Path
+import openai
+
+speech_file_path = Path(__file__).parent / "speech.mp3"
+with openai.audio.speech.with_streaming_response.create(
+    model="gpt-4o-mini-tts",
+    voice="alloy",
+    input="The quick brown fox jumped over the lazy dog."
+) as response:
+    response.stream_to_file(speech_file_path)
+"""
+TO_A_FILE_AT_ONCE = """
+from openai import OpenAI
+from pathlib import Path
+
+client = OpenAI()
+
+response = client.audio.speech.create(
+    model="gpt-4o-mini-tts",
+    voice="nova",
+    input="Hello world! This is a streaming test.",
+)
+response.write_to_file(Path(__file__).parent / "speech.mp3")
+"""
+TO_THE_SPEAKER = """
+import asyncio
+
+from openai import AsyncOpenAI
+from openai.helpers import LocalAudioPlayer
+
+openai = AsyncOpenAI()
+
+async def main() -> None:
+    async with openai.audio.speech.with_streaming_response.create(
+        model="gpt-4o-mini-tts",
+        voice="coral",
+        input="Today is a wonderful day to build something people love!",
+        instructions="Speak in a cheerful and positive tone.",
+        response_format="pcm",
+    ) as response:
+        await LocalAudioPlayer().play(response)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+AS_EVENTS = """
+from openai import OpenAI
+
+client = OpenAI()
+
+with client.audio.speech.with_streaming_response.create(
+    model="gpt-4o-mini-tts",
+    voice="coral",
+    input="Today is a wonderful day to build something people love!",
+    response_format="pcm",
+    stream_format="sse",
+) as response:
+    lines = list(response.iter_lines())
+"""
+WITH_CURL = """
+curl https://api.openai.com/v1/audio/speech \\
+  -H "Authorization: Bearer $OPENAI_API_KEY" \\
+  -H "Content-Type: application/json" \\
+  -d '{
+    "model": "gpt-4o-mini-tts",
+    "input": "Today is a wonderful day to build something people love!",
+    "voice": "coral",
+    "instructions": "Speak in a cheerful and positive tone."
+  }' \\
+  --output speech.mp3
+"""
+SPOKEN_ANSWER = """
+import base64
+from openai import OpenAI
+
+client = OpenAI()
+
+completion = client.chat.completions.create(
+    model="gpt-audio",
+    modalities=["text", "audio"],
+    audio={"voice": "alloy", "format": "wav"},
+    messages=[
+        {
+            "role": "user",
+            "content": "Is a golden retriever a good family dog?"
+        }
+    ]
+)
+
+print(completion.choices[0])
+
+wav_bytes = base64.b64decode(completion.choices[0].message.audio.data)
+with open("dog.wav", "wb") as f:
+    f.write(wav_bytes)
+"""
+
+SPOKEN_QUESTION = """
+completion = client.chat.completions.create(
+    model="gpt-audio",
+    modalities=["text", "audio"],
+    audio={"voice": "alloy", "format": "wav"},
+    messages=[
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "text",
+                    "text": "What is in this recording?"
+                },
+                {
+                    "type": "input_audio",
+                    "input_audio": {
+                        "data": encoded_string,
+                        "format": "wav"
+                    }
+                }
+            ]
+        },
+    ]
+)
+
+print(completion.choices[0].message)
+"""
+
+SEVERAL_TURNS = """
+completion = client.chat.completions.create(
+    model="gpt-audio",
+    modalities=["text", "audio"],
+    audio={"voice": "alloy", "format": "wav"},
+    messages=[
+        {
+            "role": "user",
+            "content": "Is a golden retriever a good family dog?"
+        },
+        {
+            "role": "assistant",
+            "audio": {
+                "id": completion.choices[0].message.audio.id
+            }
+        },
+        {
+            "role": "user",
+            "content": "Why do you say they are loyal?"
+        }
+    ],
+)
+
+print(completion.choices[0].message.audio.transcript)
+"""
+
+STREAMED = """
+stream = client.chat.completions.create(
+    model="gpt-audio",
+    modalities=["text", "audio"],
+    audio={"voice": "alloy", "format": "pcm16"},
+    messages=[{"role": "user", "content": "Tell me a joke."}],
+    stream=True,
+)
+
+pcm, transcript = b"", ""
+for chunk in stream:
+    delta = chunk.choices[0].delta
+    if delta.audio:
+        if delta.audio.transcript:
+            transcript += delta.audio.transcript
+        if delta.audio.data:
+            pcm += base64.b64decode(delta.audio.data)
+"""
 
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(omni_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs programs as one script in the folder; its variables. Arguments are variables that it has."""
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{omni_server.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setattr(openai, "_client", None)  # `openai.audio` uses a client that keeps its address.
+
+    def run(*programs: str, **variables: Any) -> dict[str, Any]:
+        script = Path.cwd() / "snippet.py"
+        program = "\n".join(programs)
+        for model in ("gpt-4o-mini-tts", "gpt-audio"):
+            program = program.replace(model, omni_server.model)
+        script.write_text(program)
+        return runpy.run_path(str(script), variables, run_name="__main__")
+
+    return run
+
+
+def test_chat_with_audio(run: Callable[..., dict[str, Any]]) -> None:
+    variables = {"encoded_string": base64.b64encode(audio_file("wav")).decode()}
+    kept = ("answer = completion.choices[0]", "described = completion.choices[0]")
+    made = run(SPOKEN_ANSWER, kept[0], SPOKEN_QUESTION, kept[1], SEVERAL_TURNS, STREAMED, **variables)
+    answer, described, (later,) = made["answer"], made["described"], made["completion"].choices
+    with wave.open("dog.wav") as file:
+        assert file.getframerate() == 24_000 and file.getnframes() > 0
+    assert answer.message.audio.transcript == answer.message.content != ""
+    assert described.message.audio.data and described.message.content != answer.message.content
+    assert later.message.audio.transcript and later.message.audio.id != described.message.audio.id
+    assert made["transcript"] and len(made["pcm"]) > 0
+
+
+def check_mp3() -> None:
+    samples, rate = decode(Path("speech.mp3").read_bytes())
+    assert rate == 24000 and len(samples) > 0 and np.abs(samples).max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [TO_A_FILE, TO_A_FILE_WITHOUT_A_CLIENT, TO_A_FILE_AT_ONCE])
+def test_speech_to_a_file(run: Callable[..., Any], program: str) -> None:
+    run(program)
+    check_mp3()
+
+
+class Speaker:
+    """In place of sounddevice's `OutputStream`: plays at once, and keeps the samples."""
+
+    def __init__(self) -> None:
+        self.samples: list[np.ndarray] = []
+
+    def __call__(self, *, samplerate: int, channels: int, dtype: Any, callback: Callable[..., None]) -> "Speaker":
+        self.rate, self._shape, self._dtype, self._callback = samplerate, (1024, channels), dtype, callback
+        return self
+
+    def __enter__(self) -> None:
+        try:
+            while True:
+                block = np.zeros(self._shape, self._dtype)
+                self._callback(block, len(block), None, None)
+                self.samples.append(block)
+        except StopIteration:
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_to_the_speaker(run: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker = Speaker()
+    sounddevice = SimpleNamespace(OutputStream=speaker, CallbackStop=StopIteration)
+    monkeypatch.setitem(sys.modules, "sounddevice", sounddevice)  # type: ignore[arg-type]
+    run(TO_THE_SPEAKER)
+    played = np.concatenate(speaker.samples)
+    assert speaker.rate == 24000 and played.shape[1] == 1 and 0 < np.abs(played).max() <= 1
+
+
+@pytest.mark.slow
+def test_as_events(run: Callable[[str], Any]) -> None:
+    lines = [line for line in run(AS_EVENTS)["lines"] if line]
+    assert all(line.startswith('data: {"type":"speech.audio.delta","audio":"') for line in lines[:-1])
+    assert lines[-1].startswith('data: {"type":"speech.audio.done",') and '"usage":{"input_tokens":' in lines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_with_curl(omni_server: RunningServer) -> None:
+    command = WITH_CURL.replace("https://api.openai.com", omni_server.url).replace("gpt-4o-mini-tts", omni_server.model)
+    subprocess.run(["bash", "-c", command], env={"OPENAI_API_KEY": "none"}, check=True)
+    check_mp3()
 
 
 def check_fields(answer: Any, expected: type[BaseModel]) -> None:
@@ -43,6 +332,7 @@ def check_fields(answer: Any, expected: type[BaseModel]) -> None:
             check_fields(value, type(value))
 
 
+@pytest.mark.slow
 class TestImages:
     @pytest.fixture
     def client(self, image_server: RunningServer) -> openai.OpenAI:
@@ -157,6 +447,7 @@ class TestImages:
         assert Image.open(io.BytesIO(base64.b64decode(completed.b64_json))).format == "PNG"
 
 
+@pytest.mark.slow
 class TestVideos:
     @pytest.fixture
     def client(self, video_server: RunningServer) -> openai.OpenAI:

@@ -8,7 +8,7 @@ import pytest
 from fastapi import Request
 
 from tests.entrypoints.openai.small_apps import make_app, send
-from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext, started
+from vllm_omni.entrypoints.openai.request_context import PrefetchedStream, RequestContext, end, started
 
 
 async def numbers(closed: list[str], *, fail: bool = False) -> AsyncGenerator[int, None]:
@@ -79,3 +79,28 @@ def test_the_requests_of_one_answer_start_together() -> None:
         return [value for outputs in context.outputs async for value in outputs]
 
     assert asyncio.run(main()) == [0, 1, 2]
+
+
+def test_what_ends_a_task_can_be_cancelled_meanwhile() -> None:
+    async def main() -> None:
+        may_end = asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await may_end.wait()
+
+        inner = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        outer = asyncio.create_task(end(inner))
+        await asyncio.sleep(0)
+        outer.cancel()
+        await asyncio.sleep(0)
+        assert not outer.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert inner.cancelled()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -25,8 +25,9 @@ from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, pn
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import responses
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.responses import OwnedStore, num_bytes
+from vllm_omni.entrypoints.openai.responses import OwnedStore
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import OmniEvent
 
@@ -194,6 +195,18 @@ class TestStore:
         assert asyncio.run(keep(b"two", "d")) == ["d"], "its own leave"
         assert asyncio.run(keep(b"one", "e")) == ["e"]
         assert asyncio.run(keep(b"one", "f")) == ["f"]
+
+    def test_the_events_of_a_background_stream_count(self, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def events(request: Any) -> AsyncGenerator[dict[str, str], None]:
+            for _ in range(100):
+                yield {"delta": "x" * 100}
+
+        handler = app.state.openai_serving_responses
+        monkeypatch.setattr(handler, "responses_stream_generator", events)
+        monkeypatch.setattr(responses, "MAX_STORED_BYTES", 50_000)
+        for name in ("a", "b"):
+            asyncio.run(handler._run_background_request_stream(SimpleNamespace(request_id=name)))
+        assert list(handler.event_store) == ["b"], "the oldest leave"
 
     def test_a_response_without_its_messages_cannot_be_continued(self, app: FastAPI) -> None:
         first = respond(app, QUESTION)

@@ -2,16 +2,13 @@
 """vLLM's paths for rendered prompts, scores of labels and SageMaker: the same tokens and texts as those of the chat."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import MODEL, app_of, send, with_flags
+from tests.entrypoints.openai.media_apps import MODEL, send, with_flags
 from tests.entrypoints.openai.test_openai_client import data_uri, png
-from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "app"
 NUM_TOKENS = 8
@@ -25,13 +22,8 @@ COMPLETION = {"model": MODEL, "prompt": "Why is the sea", "max_tokens": NUM_TOKE
 
 
 @pytest.fixture(scope="module")
-def closed_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
-
-
-@pytest.fixture(scope="module")
-def app(closed_app: FastAPI) -> FastAPI:
-    return with_flags(closed_app, "--enable-scale-out")
+def app(omni_app: FastAPI) -> FastAPI:
+    return with_flags(omni_app, "--enable-scale-out")
 
 
 def post(app: FastAPI, path: str, body: Any) -> Any:
@@ -98,9 +90,9 @@ def test_aborts_need_ids(app: FastAPI) -> None:
     assert send(app, "POST", "/inference/v1/abort_requests", json={}).status_code == 400
 
 
-def test_without_the_flag_they_are_closed(closed_app: FastAPI) -> None:
+def test_without_the_flag_they_are_closed(omni_app: FastAPI) -> None:
     for path in ("/v1/chat/completions/render", "/inference/v1/generate", "/inference/v1/abort_requests"):
-        answer = send(closed_app, "POST", path, json=CHAT)
+        answer = send(omni_app, "POST", path, json=CHAT)
         assert answer.status_code == 403
         assert "--enable-scale-out" in answer.json()["error"]["message"]
 

@@ -2,6 +2,7 @@
 """The address of a server: Unix sockets that are used again, ports that the system chooses, and what the log has."""
 
 import asyncio
+import logging
 import os
 import socket
 from pathlib import Path
@@ -97,12 +98,19 @@ def test_the_addresses_in_the_log(flags: list[str], url: str) -> None:
     assert dict(pages(server_args("model", "--playground", *flags)))["playground"] == f"{url}/playground"
 
 
-def test_what_the_access_log_leaves_out() -> None:
+@pytest.mark.parametrize("root_path", ["", "/proxied"])
+def test_what_the_access_log_leaves_out(root_path: str) -> None:
     polls = ("/health", "/metrics", "/readyz", "/static/swagger-ui.css", "/v1/pipeline/requests/1", "/v1/videos/1")
     logged = ("/", "/docs", "/v1/videos", "/v1/videos/1/content", "/v1/models", "/healthy")
-    assert [path for path in polls + logged if is_logged("GET", path)] == [*logged]
-    assert is_logged("DELETE", "/v1/videos/1")
-    assert not any(is_logged(method, "/playground/gradio_api/queue/join") for method in ("GET", "POST"))
+
+    def has_line(method: str, path: str, status: int = 200) -> bool:
+        """As uvicorn logs it."""
+        args = ("1.2.3.4:5", method, f"{root_path}{path}?query", "1.1", status)
+        return is_logged(root_path, logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "", args, None))
+
+    assert [path for path in polls + logged if has_line("GET", path)] == [*logged]
+    assert has_line("DELETE", "/v1/videos/1") and has_line("GET", "/health", 503)
+    assert not any(has_line(method, "/playground/gradio_api/queue/join") for method in ("GET", "POST"))
 
 
 def test_an_address_in_the_log_refuses_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,24 @@ def test_a_client_that_reads_nothing_is_ended(llm: AsyncOmniLLM, how: dict[str, 
         assert num_bytes < NUM_BYTES
 
 
+@pytest.mark.parametrize("how", STREAMS[1:])
+def test_what_a_client_does_not_read_is_limited_in_bytes(llm: AsyncOmniLLM, how: dict[str, Any]) -> None:
+    """Long before it is ended for its slowness; no part is taken for the whole."""
+    limits = ("max-realtime-message-bytes", "max-client-realtime-bytes", "max-total-realtime-bytes")
+    app = FakeServer(llm, *(f"--{limit}={4 << 20}" for limit in limits)).app
+    with over_http(app) as url, Reader(url, PATH, LONG | how) as reader:
+        assert reader.read(12) == b"HTTP/1.1 200"
+        while not is_idle(llm):
+            time.sleep(0.01)
+        received = b""
+        while chunk := reader.read(1 << 20):
+            received += chunk
+        assert len(received) < NUM_BYTES and (b"--max-client-realtime-bytes" in received) == ("stream_format" in how)
+        assert received.endswith(b"0\r\n\r\n") == ("stream_format" in how)
+        wait_for_slot(url)
+        assert app.state.omni_sessions.budget.num_bytes == 0
+
+
 def test_a_client_that_reads_slowly_gets_its_answer() -> None:
     app = make_app()
     app.get("/big")(lambda: Response(BIG))

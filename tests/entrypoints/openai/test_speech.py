@@ -39,11 +39,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncOmniLLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def server(llm: AsyncOmniLLM) -> FakeServer:
-    return FakeServer(llm)
-
-
 def wave(num_pieces: int) -> np.ndarray:
     return np.concatenate([piece(index).numpy() for index in range(num_pieces)])
 

@@ -25,9 +25,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai import speech_stream
 from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.speech import SpeechUsage
 from vllm_omni.errors import InvalidRequestError, PipelineFullError
 
@@ -274,13 +272,14 @@ class FakeSpeech:
         try:
             await asyncio.sleep(0)
             self._fail(text)
-            yield text.encode()
+            yield SimpleNamespace(sound=text.encode(), num_bytes=len(text))
         finally:
             self.num_running -= 1
 
     def new_file(self, *_: Any, **__: Any) -> Any:
-        async def add(event: bytes) -> bytes:
-            return event
+        async def add(event: Any) -> bytes:
+            sound: bytes = event.sound
+            return sound
 
         async def finish() -> bytes:
             return b"."
@@ -304,7 +303,7 @@ def utter(speech: FakeSpeech, text: str) -> tuple[bytes, dict[str, Any]]:
     async def main() -> None:
         socket: Any = SimpleNamespace(scope={SCOPE_KEY: RequestContext()})
         given: Any = SimpleNamespace(request=None)
-        utterance = speech_stream.Utterance(speech, given, send, socket, SessionBudget(RealtimeLimits()).share)  # type: ignore[arg-type]
+        utterance = speech_stream.Utterance(speech, given, send, socket)  # type: ignore[arg-type]
         utterance.append(text)
         utterance.commit()
         await asyncio.wait_for(utterance.speak(), 30)

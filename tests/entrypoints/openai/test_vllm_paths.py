@@ -5,22 +5,19 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from fastapi import FastAPI
 from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 
-from tests.entrypoints.openai.media_apps import app_of, send, server_args
-from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai import abort_requests, scale_out, weights
+from tests.entrypoints.openai.media_apps import send, server_args
+from vllm_omni.entrypoints.openai import operator_routes, scale_out
 from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "app"
 AS_VLLM = {
     "/openapi.json", "/docs/oauth2-redirect", "/load", "/version", "/metrics", "/tokenize",
     "/detokenize", "/v1/models", "/v1/chat/completions/batch", "/generative_scoring",
-    *scale_out.PATHS, abort_requests.SCALE_OUT_PATH,
+    *scale_out.PATHS, operator_routes.SCALE_OUT_PATH,
 }  # fmt: skip
 OPERATION = {
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}", "/pause", "/resume",
@@ -31,11 +28,6 @@ OPERATION = {
 """vLLM's own, in its development mode, and with its other options for operators."""
 NOT_ALWAYS = {"/start_profile", "/stop_profile", "/v1/decisions"}
 """Of vLLM's application with a profiler; of 0.33."""
-
-
-@pytest.fixture(scope="module")
-def omni_app(talking_async_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    return app_of(OmniEngineClient(talking_async_llm), tiny_qwen3_omni_moe)
 
 
 def paths_of(app: FastAPI) -> set[str]:
@@ -53,7 +45,7 @@ def test_every_path_of_vllm_has_a_place(tiny_qwen3_omni_moe: Path) -> None:
 
 def test_what_is_withheld_is_not_found(omni_app: FastAPI) -> None:
     assert not paths_of(omni_app) & WITHHELD_PATHS.keys()
-    assert paths_of(omni_app) >= (AS_VLLM | OWN_PATHS) - {abort_requests.PATH, *weights.PATHS} - NOT_ALWAYS
+    assert paths_of(omni_app) >= (AS_VLLM | OWN_PATHS) - {*operator_routes.PATHS} - NOT_ALWAYS
     assert {send(omni_app, "POST", path).status_code for path in ("/sleep", "/abort_requests")} == {404}
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.resample import resample
+from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import resample
 
 THEIRS = [0.7573, 0.6349, -0.7738, -0.6976, 0.6511, 0.8084, -0.5654, -0.8274]
 """Of `sin(1), sin(2), ... sin(12)`, from 24000 to 16000 samples per second."""

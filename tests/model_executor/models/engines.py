@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small engines of single stages in this process, and how tests of models run them."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ TIGHT = {"block_size": 32, "num_gpu_blocks_override": 12, "max_model_len": 256, 
 def start_engine(model: Path, **engine_args: Any) -> OmniLLMEngine:
     register()
     make_expert_group()
-    gc.freeze()  # vLLM collects garbage at every start
     defaults = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "enforce_eager": True}
     args = create_engine_args(str(model), **(defaults | engine_args))
     return OmniLLMEngine.from_omni_engine_args(args)

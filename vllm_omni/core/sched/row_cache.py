@@ -89,7 +89,7 @@ class RequestRows:
 
     @property
     def _num_rows(self) -> int:
-        """Those that have left so far."""
+        """Rows that have left so far."""
         return self._num_kept + sum(map(_num_rows, self._since))
 
     def keep_blocks(self, cache: RowCache, hashes: Sequence[Hashable]) -> None:

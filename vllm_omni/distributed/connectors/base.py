@@ -3,7 +3,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from vllm.utils.math_utils import round_up
@@ -12,7 +12,8 @@ from vllm_omni.distributed.messages import Frames, InlineRef, NetworkRef, Payloa
 
 Ref = TypeVar("Ref", InlineRef, SharedMemoryRef, NetworkRef)
 
-_ALIGNMENT = 16  # of tensors in a bytearray
+ALIGNMENT = 16
+"""Of tensors in a bytearray."""
 
 
 class Connector(ABC):
@@ -57,18 +58,23 @@ class InlineConnector(Connector, Receiver[InlineRef]):
     def put(self, buffers: Frames) -> tuple[InlineRef, Frames]:
         # Copied, because the socket sends later and a tensor's memory may be written to by then.
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        padded = zip(buffers, (bytes(-size % _ALIGNMENT) for size in sizes), strict=True)
-        return InlineRef(sizes=sizes), [b"".join(itertools.chain.from_iterable(padded))]
+        return InlineRef(sizes=sizes), [b"".join(padded(buffers))]
 
     def remove_unread(self) -> None:
         pass
 
     def get(self, ref: InlineRef, frames: list[memoryview]) -> list[memoryview]:
         # Copied into writable memory: received frames are read-only, and tensors alias these buffers.
-        return split(memoryview(bytearray().join(frames)), ref.sizes, _ALIGNMENT)
+        return split(memoryview(bytearray().join(frames)), ref.sizes, ALIGNMENT)
 
     def discard(self, ref: InlineRef) -> None:
         pass
+
+
+def padded(buffers: Frames) -> Iterator[bytes | bytearray | memoryview]:
+    """The buffers, each with what aligns the next one behind it."""
+    for buffer in buffers:
+        yield from (buffer, bytes(-memoryview(buffer).nbytes % ALIGNMENT))
 
 
 def split(memory: memoryview, sizes: Sequence[int], alignment: int) -> list[memoryview]:

@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 from vllm.utils.math_utils import round_up
 
-from vllm_omni.distributed.connectors.base import Connector, InlineConnector, Receiver, split
+from vllm_omni.distributed.connectors.base import ALIGNMENT, Connector, InlineConnector, Receiver, padded, split
 from vllm_omni.distributed.connectors.nixl import NixlAgent
 from vllm_omni.distributed.curve import MAX_MESSAGE, CurveKeys
 from vllm_omni.distributed.messages import Frames, NetworkRef, PayloadRef
@@ -35,7 +35,6 @@ CHUNK = 1 << 20
 """Bytes."""
 _AHEAD = 4
 """Chunks of a payload that are requested before the first of them has arrived."""
-_ALIGNMENT = 16  # of tensors in a bytearray
 _KEY, _NONCE, _SECRET = 16, 8, 32
 _MAX_INLINE = MAX_MESSAGE // 4
 """Bytes of a payload in a message, at most, whatever the threshold."""
@@ -88,16 +87,14 @@ class PayloadServer:
         nonce = secrets.token_bytes(_NONCE)
         key = nonce + self._sign(nonce)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        sizes = [view.nbytes for view in views]
-        padding = (memoryview(bytes(-size % _ALIGNMENT)) for size in sizes)
-        payload = _Payload(receiver, list(itertools.chain.from_iterable(zip(views, padding, strict=True))))
+        payload = _Payload(receiver, [memoryview(part) for part in padded(views)])
         nixl = None
         if uses_nixl:
             assert self._nixl is not None
             payload.registration = self._nixl.register(views)
             nixl = self._nixl.describe(payload.registration)
         self._payloads[key] = payload
-        return NetworkRef(sizes=sizes, address=self._address, key=key.hex(), nixl=nixl)
+        return NetworkRef(sizes=[view.nbytes for view in views], address=self._address, key=key.hex(), nixl=nixl)
 
     def remove_unread(self, receiver: int) -> None:
         """Removes the payloads for an instance whose process has died."""
@@ -216,12 +213,12 @@ class PayloadFetcher:
             self._connected.add(ref.address)
             self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, ref.address.encode())
             self.socket.connect(ref.address)
-        key, size = bytes.fromhex(ref.key), sum(round_up(size, _ALIGNMENT) for size in ref.sizes)
+        key, size = bytes.fromhex(ref.key), sum(round_up(size, ALIGNMENT) for size in ref.sizes)
         # Not a bytearray, which is filled with zeros first.
         fetch = self._fetches[key] = _Fetch(ref, np.empty(size, np.uint8).data)
         if ref.nixl is not None:
             assert self._nixl is not None
-            self._nixl.read(key, ref.nixl, split(fetch.data, ref.sizes, _ALIGNMENT))
+            self._nixl.read(key, ref.nixl, split(fetch.data, ref.sizes, ALIGNMENT))
             return
         for _ in range(_AHEAD):
             self._request(fetch)
@@ -280,7 +277,7 @@ class PayloadFetcher:
     def _end(self, key: bytes, fetch: _Fetch, is_whole: bool) -> None:
         del self._fetches[key]
         self._send(fetch.ref, 0, 0)
-        self._ended.append((fetch.ref, split(fetch.data, fetch.ref.sizes, _ALIGNMENT) if is_whole else None))
+        self._ended.append((fetch.ref, split(fetch.data, fetch.ref.sizes, ALIGNMENT) if is_whole else None))
 
     def _request(self, fetch: _Fetch) -> None:
         size = min(CHUNK, len(fetch.data) - fetch.requested)

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni demo`: a sentence is answered in text and speech, and small trained models hear, see, speak and paint.
 
-The first step is `talk`'s (`demo_talk.py`), the others are in the package coloured-shapes (`coloured_shapes.demo`).
-Either part is left out where its packages are not installed. Every result is checked.
+Its parts are in the packages whose models they show (`ModelPackage.demos`). A part is left out where its packages are
+not installed. Every result is checked.
 """
 
 import argparse
 import io
+import pkgutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 from vllm_omni.config.utils import find_checkpoint
-from vllm_omni.entrypoints.cli.demo_results import DemoResult, write_page
-from vllm_omni.entrypoints.cli.demo_talk import QUESTION, TALK, answer_sentence
+from vllm_omni.entrypoints.cli.demo_results import QUESTION, DemoRun, write_page
 from vllm_omni.errors import MissingPackageError
-
-SHAPES = "shapes"
+from vllm_omni.model_packages import PACKAGES_OF_REPOSITORY, find_models
 
 
 def run_demo(arguments: list[str]) -> None:
@@ -33,22 +32,23 @@ def run_demo(arguments: list[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # A language model writes emoji.
     args.output.mkdir(parents=True, exist_ok=True)
-    answers = answer_sentence(args.say.strip() or QUESTION, args.output)
-    results = answers + _run_shapes(args.output, args.seed)
-    if not results:
+    demos = find_models().demos
+    run = DemoRun(args.say.strip() or QUESTION, args.output, args.seed, sum(demos.values()))
+    for path in demos:
+        pkgutil.resolve_name(path)(run)
+    _name_missing_packages()
+    if not run.results:
         sys.exit("\nnothing was run: the packages of all steps are missing")
-    page = write_page(args.output, results, TALK if answers else SHAPES)
-    counts = Counter(result.verdict for result in results)
+    page = write_page(args.output, run.results)
+    counts = Counter(result.verdict for result in run.results)
     print(f"\n{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}; see {page}")
     sys.exit(1 if counts["wrong"] else 0)
 
 
-def _run_shapes(folder: Path, seed: int) -> list[DemoResult]:
+def _name_missing_packages() -> None:
+    """Prints how to install the first package of this repository that is not."""
     try:
-        find_checkpoint(SHAPES)
+        for name in PACKAGES_OF_REPOSITORY:
+            find_checkpoint(name)
     except MissingPackageError as error:
-        print(f"\n[2/6] left out: {error}")
-        return []
-    from coloured_shapes.demo import run_shapes
-
-    return run_shapes(folder, seed)
+        print(f"\nleft out: {error}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all steps of `vllm-omni demo` have in common: an answer is printed while it is made, a verdict follows, and all
+"""What all parts of `vllm-omni demo` have in common: an answer is printed while it is made, a verdict follows, and all
 results become a page with pictures, sound players, texts, and a timeline of the stages. The page needs no network."""
 
 import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,8 @@ from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import OmniRequestOutput
 
+QUESTION = "What is the capital of France?"
+"""The sentence to answer, if none is given."""
 Verdict = Literal["right", "wrong", "not judged", "cut short"]
 """`not judged`: nobody knows what is right. `cut short`: the answer has reached its maximum length."""
 
@@ -101,12 +103,14 @@ class DemoResult:
     """What was checked.
 
     Attributes:
+        model: The name of the checkpoint.
         text: What the model wrote, or painted.
         verdict: A part of the result that is wrong makes it wrong.
         picture, sound: Files in the page's folder.
         output: With the metrics of the stages.
     """
 
+    model: str
     title: str
     text: str
     note: str
@@ -116,18 +120,40 @@ class DemoResult:
     output: OmniRequestOutput
 
 
-def write_page(folder: Path, results: list[DemoResult], model: str) -> Path:
-    """Writes `index.html`.
+@dataclass
+class DemoRun:
+    """One run, which its parts share.
 
-    Args:
-        model: To be served next.
+    Attributes:
+        sentence: To be answered.
+        folder: Gets pictures and sounds.
+        seed: Of what is random.
+        num_steps: Of all parts.
+        results: What was checked, in order.
     """
+
+    sentence: str
+    folder: Path
+    seed: int
+    num_steps: int
+    results: list[DemoResult] = field(default_factory=list)
+    _step: int = 0
+
+    def step(self, text: str, end: str = "\n") -> None:
+        """Prints the number of the next step, and what it does."""
+        self._step += 1
+        gap = "\n" if self._step > 1 else ""
+        print(f"{gap}[{self._step}/{self.num_steps}] {text}", end=end, flush=True)
+
+
+def write_page(folder: Path, results: list[DemoResult]) -> Path:
+    """Writes `index.html`, which names the first result's model as the one to be served next."""
     parts = "\n".join(_article(result) for result in results)
     page = folder / "index.html"
     page.write_text(
         "<!doctype html>\n<html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>vllm-omni demo</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>vllm-omni demo</h1>\n{_LEGEND}{parts}\n{_next(folder, model)}</html>\n"
+        f"<h1>vllm-omni demo</h1>\n{_LEGEND}{parts}\n{_next(folder, results[0].model)}</html>\n"
     )
     return page
 

@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.cli.findings import Finding, Level, Platform
 from vllm_omni.errors import OmniError, VllmRequirementError
 from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.metrics.status_line import waiting
-from vllm_omni.model_packages import OWN_PACKAGE, find_models
+from vllm_omni.model_packages import find_models, is_own
 from vllm_omni.vllm_requirement import describe_import, find_vllm, require_vllm
 
 _DESCRIPTION = """\
@@ -117,18 +117,11 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
 
 
 def check_python() -> Iterator[Finding]:
+    """This Python. pip has compared its version with what each package needs."""
     if find_spec("packaging") is None:
         yield Finding("FAIL", "packages", "the requirements of vllm-omni are not installed", _INSTALL)
         return
-    from packaging.specifiers import SpecifierSet
-
-    version = ".".join(map(str, sys.version_info[:3]))
-    for name in ("vllm-omni", *find_vllm()):
-        needed = _metadata_of(name, "Requires-Python") or ""
-        if version not in SpecifierSet(needed):
-            yield Finding("FAIL", "python", f"{version}, and {name} needs {needed}", "make an environment with that")
-            return
-    yield Finding("OK", "python", f"{version} at {sys.executable}")
+    yield Finding("OK", "python", f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -149,11 +142,11 @@ def check_packages() -> Iterator[Finding]:
     ]
     wrong = list(_wrong_versions(requirements))
     yield from wrong
-    if not _metadata_of("vllm-omni"):
+    if not _version("vllm-omni"):
         yield Finding("WARN", "packages", "vllm-omni is not installed, only importable", _INSTALL)
     elif not wrong:
         shown = ("torch", "transformers", "diffusers")
-        versions = [f"{name} {_metadata_of(name)}" for name in shown if find_spec(name)]
+        versions = [f"{name} {_version(name)}" for name in shown if find_spec(name)]
         yield Finding("OK", "packages", ", ".join(versions))
 
 
@@ -161,8 +154,9 @@ def check_model_packages() -> Iterator[Finding]:
     """Installed packages with models, other than this one."""
     models = find_models()
     for package, declared in models.packages.items():
-        if package != OWN_PACKAGE:
-            names = (*declared.checkpoint_folders, *declared.stage_config_files, *declared.architectures)
+        if not is_own(package):
+            files = (*declared.checkpoint_folders, *declared.stage_config_files)
+            names = (*files, *declared.architectures, *declared.commands)
             yield Finding("OK", "models", f"{package}: {', '.join(names) or 'nothing'}")
     for package, reason in models.broken.items():
         yield Finding("WARN", "models", f"{package} is left out: {reason}", "fix it, or uninstall it")
@@ -184,7 +178,7 @@ def _check_name(model: str) -> Finding | None:
 def _wrong_versions(requirements: Iterable[Any]) -> Iterator[Finding]:
     for requirement in requirements:
         remedy = f'pip install "{requirement}"'
-        version = _metadata_of(requirement.name)
+        version = _version(requirement.name)
         if version is None:
             yield Finding("FAIL", requirement.name, f"is not installed; needs {requirement.specifier}", remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
@@ -206,11 +200,11 @@ def _requirements(distribution: str) -> list[Any]:
     return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
-def _metadata_of(distribution: str, key: str = "Version") -> str | None:
-    """None if it is not installed, or has no such field."""
+def _version(distribution: str) -> str | None:
+    """None if it is not installed."""
     try:
-        return metadata.metadata(distribution)[key]
-    except (metadata.PackageNotFoundError, KeyError):
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -221,9 +215,9 @@ def check_companions() -> Iterator[Finding]:
             continue
         error = import_error(module)
         if error is None:
-            yield Finding("OK", module, _metadata_of(module) or "imports")
+            yield Finding("OK", module, _version(module) or "imports")
             continue
-        is_cpu_build = "+cpu" in (_metadata_of("torch") or "")
+        is_cpu_build = "+cpu" in (_version("torch") or "")
         wheels = f" {CPU_WHEELS}" if is_cpu_build else ""
         remedy = f"install the build for this torch: pip install --force-reinstall --no-deps {module}{wheels}"
         if module == "torchvision":

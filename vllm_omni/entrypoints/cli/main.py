@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-omni` script, and the function that vLLM itself calls for `vllm ... --omni`.
 
-Commands other than those below are vLLM's. A command imports vLLM when it runs, so that `--version`, `--help` and
-`doctor` also work without vLLM.
+Commands other than those below and those of installed packages (`ModelPackage.commands`) are vLLM's. A command imports
+vLLM when it runs, so that `--version`, `--help` and `doctor` also work without vLLM.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from vllm_omni.entrypoints.cli.serve_help import CONFIG_USAGE, SERVE_USAGE, config_page, serve_page
 from vllm_omni.errors import OmniError, UsageError
+from vllm_omni.model_packages import find_models
 from vllm_omni.version import __version__
 from vllm_omni.vllm_requirement import describe_import, find_vllm, name_cpu_build, require_vllm
 
@@ -27,8 +29,7 @@ usage: vllm-omni serve MODEL [options]         serve a model over HTTP; the same
        vllm-omni bench serve [options]         benchmark a server; the same as: vllm bench serve --omni
        vllm-omni run-batch [options]           answer a file of requests; the same as: vllm run-batch --omni
        vllm-omni demo [FOLDER] [options]       a sentence answered in speech, and pictures seen and painted
-       vllm-omni playground URL [options]      a page to try the model of a running server in a browser
-       vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
+{of_packages}       vllm-omni doctor [MODEL] [options]      check this installation and machine, and print remedies
        vllm-omni COMMAND ...                   any other command is vLLM's: vllm COMMAND ...
        vllm-omni [--help] [--version]
 
@@ -53,17 +54,37 @@ def main() -> None:
     arguments = [argument for argument in words if argument != "--omni"]
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(_usage(), end="")
     elif command in ("-v", "--version"):
         print(_version_line())
     elif command in _COMMANDS:
         _run(_COMMANDS[command], arguments[1:])
-    elif near := difflib.get_close_matches(command, _COMMANDS, 1, _NEAR):
-        _fail(f"there is no command {command!r}; did you mean {near[0]!r}?", 2)
-    elif len(arguments) < len(words):
-        _fail(f"--omni is for {', '.join(_COMMANDS)}; leave it out for {command}", 2)
     else:
-        _run(_run_vllm, arguments)
+        _run_other(command, arguments, is_omni=len(arguments) < len(words))
+
+
+def _usage() -> str:
+    lines = [
+        f"       vllm-omni {f'{name} {command.usage}':<30}{command.summary}\n"
+        for name, command in find_models().commands.items()
+    ]
+    return USAGE.replace("{of_packages}", "".join(lines))
+
+
+def _run_other(command: str, arguments: list[str], is_omni: bool) -> None:
+    """Runs a command of an installed package, or of vLLM, unless it is a mistyped one of ours."""
+    models = find_models()
+    if command in models.commands:
+        _run(lambda words: pkgutil.resolve_name(models.commands[command].function)(words), arguments[1:])
+        return
+    for package, reason in models.broken.items():
+        print(f"vllm-omni: {package} is left out: {reason}", file=sys.stderr)
+    known = [*_COMMANDS, *models.commands]
+    if near := difflib.get_close_matches(command, known, 1, _NEAR):
+        _fail(f"there is no command {command!r}; did you mean {near[0]!r}?", 2)
+    if is_omni:
+        _fail(f"--omni is for {', '.join(known)}; leave it out for {command}", 2)
+    _run(_run_vllm, arguments)
 
 
 def _end_quietly() -> None:
@@ -233,12 +254,6 @@ def _demo(arguments: list[str]) -> None:
     run_demo(arguments)
 
 
-def _playground(arguments: list[str]) -> None:
-    from vllm_omni.entrypoints.playground.command import run_playground
-
-    run_playground(arguments)
-
-
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -265,6 +280,5 @@ _COMMANDS = {
     "bench": _bench,
     "run-batch": _run_batch,
     "demo": _demo,
-    "playground": _playground,
     "doctor": _doctor,
 }

@@ -36,6 +36,7 @@ from vllm_omni.kinds.parameters import load_function_parameters
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_loudly, log_quietly
 from vllm_omni.model_executor.prompt_processor import load_prompt_processors
+from vllm_omni.model_packages import find_models
 
 OPTIONS = {field.name for field in dataclasses.fields(PipelineOptions)}
 # Engine arguments that apply to the server here, or to the whole pipeline.
@@ -152,6 +153,8 @@ def _read_api_keys(path: str) -> list[str]:
 
 
 def _check_playground(args: argparse.Namespace) -> None:
+    if "playground" not in find_models().pages:
+        raise UsageError(f"--playground: no package has the page\n{find_models().describe_packages()}")
     if not importlib.util.find_spec("gradio"):
         raise UsageError(f"--playground needs Gradio: {install_command('ui')}")
     if args.uds:

@@ -3,6 +3,7 @@
 
 import asyncio
 import logging
+import pkgutil
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,12 +27,12 @@ from vllm.utils.counter import AtomicCounter
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.control import DEFAULT_WEIGHT_VERSION
 from vllm_omni.entrypoints.openai import (
-    abort_requests,
     chat,
     custom_voices,
     description,
     images,
     messages,
+    operator_routes,
     responses,
     scale_out,
     speech,
@@ -39,22 +40,18 @@ from vllm_omni.entrypoints.openai import (
     transcriptions,
     videos,
     vllm_transcriptions,
-    weights,
 )
 from vllm_omni.entrypoints.openai.asr_stage import load_asr_stage
-from vllm_omni.entrypoints.openai.diffusion_chat import DiffusionChat
-from vllm_omni.entrypoints.openai.docs_page import add_docs_page
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.function_chat import FunctionChat, media_stage
-from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers
-from vllm_omni.entrypoints.openai.json_routes import bound_json_routes
+from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, register_error_handlers, returned_error
+from vllm_omni.entrypoints.openai.last_message_chat import make_chat
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage
-from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys
+from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, add_middleware, api_keys, bound_json_routes
 from vllm_omni.entrypoints.openai.realtime import serving as realtime
-from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import ReplyParsers
+from vllm_omni.model_packages import find_models
 from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 from vllm_omni.vllm_protocol import ErrorResponse
 
@@ -62,9 +59,9 @@ STORED_PATHS = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/canc
 """Responses that were stored. A model that makes none has none, so there these paths are not found."""
 OWN_PATHS = frozenset(
     {
-        abort_requests.PATH, "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/docs", "/health", "/ping", "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-        chat.INVOCATIONS_PATH, *STORED_PATHS, *weights.PATHS,
+        chat.INVOCATIONS_PATH, *STORED_PATHS, *operator_routes.PATHS,
     }
 )  # fmt: skip
 """vLLM's paths in whose place are ours. All other paths of its application are as it makes them, but for these:"""
@@ -111,12 +108,12 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     args.enable_offline_docs = not args.disable_fastapi_docs
     app = build_app(args, await client.get_supported_tasks(), client.model_config if client.has_renderer else None)
     root.setLevel(level)  # One of the imports of vLLM's endpoints changes it, which hides warnings of other libraries.
-    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({abort_requests.SCALE_OUT_PATH} if args.enable_scale_out else set())
-    has_operations = any(getattr(route, "path", "") == abort_requests.PATH for route in app.router.routes)
+    others = OWN_PATHS | WITHHELD_PATHS.keys() | ({operator_routes.SCALE_OUT_PATH} if args.enable_scale_out else set())
+    has_operations = any(getattr(route, "path", "") == operator_routes.ABORT_PATH for route in app.router.routes)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in others]
     app.title = "vLLM-Omni"
     if args.enable_offline_docs:
-        add_docs_page(app, bool(api_keys(args)))
+        description.add_docs_page(app, bool(api_keys(args)))
     texts = (chat, responses, messages)
     for endpoints in (
         *texts,
@@ -132,10 +129,9 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         app.include_router(endpoints.router)
     app.include_router(router)
     if has_operations:
-        app.include_router(abort_requests.router)
-        app.include_router(weights.router)
+        app.include_router(operator_routes.router)
     if args.enable_scale_out:
-        app.include_router(abort_requests.scale_out_router)
+        app.include_router(operator_routes.scale_out_router)
     refused = _refused_paths(client)
     removed = {*refused, *(STORED_PATHS if "/v1/responses" in refused else ())}
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in removed]
@@ -156,17 +152,15 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
         if (stage := final_stage(client.config, output_type))
     }
     asr_stage = load_asr_stage(client, args)
-    source: transcriptions.TranscriptionSource | None = None
+    app.state.omni_transcriptions = None
     if asr_stage is not None:
-        source = transcriptions.StageSource(app.state, client, asr_stage, args)
+        app.state.omni_transcriptions = transcriptions.StageTranscriptions(app.state, client, asr_stage, args)
         if client.has_renderer:
             app.state.openai_serving_chat.asr_stage = app.state.openai_serving_responses.asr_stage = asr_stage
     elif client.transcribes:
-        source = vllm_transcriptions.VllmSource(app.state, client, args)
+        app.state.omni_transcriptions = vllm_transcriptions.VllmTranscriptions(app.state, client, args)
     elif transcriptions.can_transcribe(client):
-        source = transcriptions.ChatSource(app.state.openai_serving_chat, args)
-    app.state.omni_transcriptions = source and transcriptions.ServingTranscriptions(source, args)
-    app.state.omni_sessions = Sessions(args)
+        app.state.omni_transcriptions = transcriptions.ChatTranscriptions(app.state.openai_serving_chat, args)
     app.state.omni_realtime = None
     if realtime.can_converse(client):
         app.state.omni_realtime = realtime.ServingRealtime(
@@ -180,34 +174,42 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
 
 
 def _add_playground(app: FastAPI, args: Namespace) -> None:
-    """The page, a client of this server, over the network like any other."""
-    from vllm_omni.entrypoints.playground import client, page  # imports Gradio
-
+    """The page of an installed package: a client of this server, over the network like any other."""
+    add_page = pkgutil.resolve_name(find_models().pages["playground"])
     host = "127.0.0.1" if args.host in (None, "", "0.0.0.0") else "::1" if args.host == "::" else args.host
     scheme = "https" if args.ssl_certfile else "http"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
-    # The certificate has the name that clients know, which need not be this one.
-    server = client.Server(url, next(iter(api_keys(args)), None), verify=False)
-    known = client.Description.read(app.state.omni_description.model_dump())
-    auth = page.read_auth(args.playground_auth)
-    page.add_page(app, server, known, PLAYGROUND_PATH, auth, args.root_path or "")
+    add_page(
+        app,
+        url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}",
+        api_key=next(iter(api_keys(args)), None),
+        description=app.state.omni_description.model_dump(),
+        path=PLAYGROUND_PATH,
+        auth=args.playground_auth,
+        root_path=args.root_path or "",
+    )
 
 
 async def _init_text_state(
     state: State, client: OmniEngineClient, args: Namespace, default_modalities: Sequence[str]
 ) -> None:
     await init_app_state(client, state, args, await client.get_supported_tasks())
-    state.openai_serving_chat = chat.OmniServingChat.from_vllm(state.openai_serving_chat)
-    state.openai_serving_chat.set_up(default_modalities)
-    state.openai_serving_chat.parsers = _reply_parsers(args, client)
-    state.openai_serving_completion = chat.OmniServingCompletion.from_vllm(state.openai_serving_completion)
-    state.openai_serving_chat_batch = chat.OmniServingChatBatch.from_vllm(state.openai_serving_chat_batch)
-    state.openai_serving_chat_batch.online_renderer = state.openai_serving_chat.online_renderer
-    state.openai_serving_responses = responses.OmniServingResponses.from_vllm(state.openai_serving_responses)
-    state.openai_serving_responses.set_up(state.openai_serving_chat)
-    state.anthropic_serving_messages = messages.OmniServingMessages.from_vllm(state.anthropic_serving_messages)
-    state.anthropic_serving_messages.set_up(state.openai_serving_chat)
-    scale_out.set_up(state)
+    own_chat = state.openai_serving_chat = chat.OmniServingChat.from_vllm(
+        state.openai_serving_chat, default_modalities=default_modalities, parsers=_reply_parsers(args, client)
+    )
+    renderer = {"online_renderer": own_chat.online_renderer}  # It has media counted.
+    replaced: tuple[tuple[str, type[chat.OmniServing], dict[str, Any]], ...] = (
+        ("openai_serving_completion", chat.OmniServingCompletion, {}),
+        ("openai_serving_chat_batch", chat.OmniServingChatBatch, renderer),
+        ("openai_serving_responses", responses.OmniServingResponses, renderer),
+        ("anthropic_serving_messages", messages.OmniServingMessages, {**renderer, "chat": own_chat}),
+        ("serving_tokens", scale_out.OmniServingTokens, {}),
+    )
+    for name, handler_class, attributes in replaced:
+        setattr(state, name, handler_class.from_vllm(getattr(state, name), **attributes))
+    state.serving_render.default_sampling_params = own_chat.default_sampling_params
+    state.serving_render.online_renderer = own_chat.online_renderer
+    for handler in (state.serving_render, state.serving_derender, state.serving_generative_scoring):
+        handler.create_error_response = returned_error
 
 
 def _reply_parsers(args: Namespace, client: OmniEngineClient) -> ReplyParsers:
@@ -235,8 +237,7 @@ def _init_diffusion_state(state: State, client: OmniEngineClient, args: Namespac
     state.openai_serving_models = DiffusionModels(
         client, [BaseModelPath(name, args.model) for name in names], args.lora_modules or ()
     )
-    chat_class = DiffusionChat if media_stage(client.config) is None else FunctionChat
-    state.openai_serving_chat = chat_class(client, state, args)
+    state.openai_serving_chat = make_chat(client, state, args)
 
 
 def _refused_paths(client: OmniEngineClient) -> dict[str, str]:

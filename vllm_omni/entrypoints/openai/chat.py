@@ -127,10 +127,14 @@ class OmniServing(GenerateBaseServing):
     default_sampling_params: dict[str, Any]
 
     @classmethod
-    def from_vllm(cls, handler: GenerateBaseServing) -> Self:
-        """Ours in place of a handler that vLLM has made, so that its constructor's arguments remain vLLM's."""
+    def from_vllm(cls, handler: GenerateBaseServing, **attributes: Any) -> Self:
+        """Ours in place of a handler that vLLM has made, so that its constructor's arguments remain vLLM's.
+
+        Args:
+            attributes: Further ones, or in place of its own.
+        """
         ours = cls.__new__(cls)
-        vars(ours).update(vars(handler))
+        vars(ours).update(vars(handler), **attributes)
         ours.default_sampling_params = ours.client.default_sampling_params
         return ours
 
@@ -178,14 +182,16 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
         asr_stage: Transcribes the sounds of messages, for a model that reads text; None: the model reads them.
     """
 
+    default_modalities: Sequence[str]
+    transcripts: Transcripts
     parsers: ReplyParsers
     asr_stage: ASRStage | None = None
 
-    def set_up(self, default_modalities: Sequence[str]) -> None:
-        """Completes what `from_vllm` returned."""
-        self.default_modalities = default_modalities
-        self.transcripts = Transcripts()
-        self.online_renderer = cast(Any, _Renderer(self.online_renderer, self.client))
+    @classmethod
+    def from_vllm(cls, handler: GenerateBaseServing, **attributes: Any) -> Self:
+        ours = super().from_vllm(handler, transcripts=Transcripts(), **attributes)
+        ours.online_renderer = cast(Any, _Renderer(ours.online_renderer, ours.client))
+        return ours
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None

@@ -5,13 +5,12 @@ What is wrong in a message is refused here, by name: vLLM's own types of message
 """
 
 import base64
-import io
-import wave
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.stage_params import without_nulls
 from vllm_omni.vllm_versions import MM_PARSER_MAP
 
@@ -133,11 +132,8 @@ def _as_wav(data: str, where: str) -> str:
         samples = base64.b64decode(data)
     except ValueError as error:
         raise _refusal(where, f"is no base64: {error}") from error
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, PCM_RATE, 0, "NONE", ""))
-        writer.writeframes(samples[: len(samples) // 2 * 2])
-    return base64.b64encode(file.getvalue()).decode()
+    samples = samples[: len(samples) // 2 * 2]
+    return base64.b64encode(wav_header(PCM_RATE, 1, len(samples)) + samples).decode()
 
 
 def _read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

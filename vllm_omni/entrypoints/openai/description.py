@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is served: GET /v1/pipeline, and GET /.
+"""What is served: GET /v1/pipeline, GET / and GET /docs.
 
 /v1/pipeline has what the model reads and makes, its stages, and the times of one request in them, for clients that
 offer a person what the model supports, as the playground does. / is a page for a person in a browser, or JSON for a
 program that asks for it. It needs no key, so it names the models only to those who may list them: the name of a model
-may be a path.
+may be a path. /docs describes every path, as a page that a browser shows without a network.
 """
 
 from html import escape
@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError
@@ -19,12 +20,11 @@ from vllm.exceptions import VLLMNotFoundError
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
-from vllm_omni.entrypoints.openai.diffusion_chat import can_chat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.function_chat import media_stage
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS, MESSAGES_PATH
-from vllm_omni.entrypoints.openai.media_endpoint import final_stage, served_names
-from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH, api_keys
+from vllm_omni.entrypoints.openai.last_message_chat import can_chat
+from vllm_omni.entrypoints.openai.media_endpoint import served_names
+from vllm_omni.entrypoints.openai.middleware import DOCS_PATHS, PLAYGROUND_PATH, api_keys
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.speech_stream import PATH as SPEECH_STREAM_PATH
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS
@@ -146,10 +146,7 @@ def _media_inputs(client: OmniEngineClient, infos: dict[int, PipelineInfo]) -> l
 
 
 def _endpoints(app: FastAPI, client: OmniEngineClient) -> list[str]:
-    first = final_stage(client.config, client.config.output_types[0])
-    has_chat = client.has_renderer or (first is not None and can_chat(first))
-    has_chat = has_chat or media_stage(client.config) is not None
-    has_chat = has_chat and not client.only_transcribes
+    has_chat = not client.only_transcribes if client.has_renderer else can_chat(client.config)
     made = ["/v1/chat/completions"] if has_chat else []
     if has_chat and client.has_renderer and "text" in client.config.output_types:
         made += ["/v1/responses", MESSAGES_PATH]
@@ -240,3 +237,40 @@ def _as_html(page: FrontPage) -> str:
         endpoints="\n".join(f"<li>{entry.format(f'<code>{escape(path)}</code>')}</li>" for path in page.endpoints),
         links=" · ".join(f'<a href="{link}">{link}</a>' for link in page.links),
     )
+
+
+def add_docs_page(app: FastAPI, has_keys: bool) -> None:
+    """Adds /docs, in place of vLLM's, whose addresses do not have the path of a proxy.
+
+    Args:
+        app: Of a server with `--enable-offline-docs`.
+        has_keys: Whether requests need a key: the page then asks for one to try them with.
+    """
+    title = app.title
+    path, *addresses = DOCS_PATHS
+    schema, script, style = (address.lstrip("/") for address in addresses)  # Relative to the page.
+
+    async def page() -> HTMLResponse:
+        return get_swagger_ui_html(
+            title=title,
+            openapi_url=schema,
+            swagger_js_url=script,
+            swagger_css_url=style,
+            swagger_favicon_url="data:,",
+        )
+
+    app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
+    if has_keys:
+        _describe_key(app)
+
+
+def _describe_key(app: FastAPI) -> None:
+    make_schema = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = make_schema()
+        schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's page on extending OpenAPI has it

@@ -102,16 +102,6 @@ def _unsupported(feature: str) -> Any:
     return method
 
 
-class _UnsupportedEngineClient(EngineClient):
-    """The part of `EngineClient` that only endpoints of other servers call."""
-
-    encode = _unsupported("pooling")
-    release_kv_cache_memory = _unsupported("giving back the memory of KV caches alone")
-
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
-        """Stages do not transfer KV caches between engines."""
-
-
 @dataclass(frozen=True)
 class RecentRequest:
     """A request that was completed.
@@ -144,7 +134,7 @@ class RecentRequests:
         return self._requests[owner].get(request_id)
 
 
-class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
+class OmniEngineClient(AsyncOperations, EngineClient):
     """What vLLM's server calls in place of `AsyncLLM`.
 
     Attributes:
@@ -227,7 +217,7 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
                 request_id,
                 release_when_sent=context.release_when_sent,
                 place=context.take_place(),
-                count_unread=context.count_unread,
+                count_unread=self._counter_of(prompt, context),
                 request_fields=fields,
                 **options,
             )
@@ -240,6 +230,14 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
                             request_id, RecentRequest(context.owner, started, event.outputs[0].stage_metrics)
                         )
                     yield event
+
+    def _counter_of(self, prompt: str | OmniPrompt, context: RequestContext) -> Callable[[int], None] | None:
+        """See `AsyncOmniLLM.generate`. Text and speech are made on while their reader waits for its client; images and
+        videos are one event each."""
+        given = prompt.get("modalities") if isinstance(prompt, Mapping) else None
+        if context.budget is None or not {"image", "video"}.isdisjoint(given or self.config.output_types):
+            return None
+        return context.budget.share(context.client).set
 
     def _check_grammars(
         self, sampling_params_list: Sequence[StageSamplingParams] | StageSamplingParams, request_id: str | None
@@ -353,7 +351,13 @@ class OmniEngineClient(AsyncOperations, _UnsupportedEngineClient):
         nothing = CompletionOutput(0, "", [], None, None, finish_reason="stop")
         return RequestOutput(request_id, None, prompt_token_ids, None, [nothing], finished=True)
 
-    # Other methods that vLLM's server calls.
+    # Other methods that vLLM's server calls, or those of other servers.
+
+    encode = _unsupported("pooling")
+    release_kv_cache_memory = _unsupported("giving back the memory of KV caches alone")
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        """Stages do not transfer KV caches between engines."""
 
     @property
     def is_running(self) -> bool:

@@ -10,7 +10,6 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,27 +25,12 @@ _Protocol: Any = H11Protocol  # mypy takes no base class that is not typed
 chunks to clients of HTTP/1.0; it takes 80 us less of a request, and 3 us of a chunk."""
 _WebSocketProtocol: Any = WebSocketsSansIOProtocol
 
-_STATUS_LINE = b"HTTP/"
 
-
-def http_protocol(
-    send_timeout_s: float, min_rate: int = 0, is_logged: Callable[[str, str], bool] = lambda method, path: True
-) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, that sends an answer's headers with its beginning, and closes the connection of a client that
-    has read nothing for `send_timeout_s`, or less than `min_rate` bytes a second.
-
-    Args:
-        is_logged: Whether the access log has a request with this method and path, if it succeeds. All others it has.
-    """
+def http_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, that closes the connection of a client that has read nothing for `send_timeout_s`, or less
+    than `min_rate` bytes a second."""
 
     class Protocol(_watched(_Protocol, send_timeout_s, min_rate)):  # type: ignore[misc]
-        access_logger: Any
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self.transport = HeadersTransport(transport, self.loop)
-            self.access_logger = LateLogger(self.access_logger, self.loop, is_logged)
-
         def _should_upgrade(self) -> bool:
             """Only to a WebSocket, which begins with GET. Any other offer may be ignored."""
             offered: bytes | None = self._get_upgrade()
@@ -158,50 +142,3 @@ def _unread_bytes(transport: asyncio.Transport) -> int:
         queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         num_bytes += struct.unpack("i", queued)[0]
     return num_bytes
-
-
-class LateLogger:
-    """Writes a line after the event loop's current iteration: the first token does not wait for the access log."""
-
-    def __init__(
-        self, logger: logging.Logger, loop: asyncio.AbstractEventLoop, is_logged: Callable[[str, str], bool]
-    ) -> None:
-        """
-        Args:
-            is_logged: Whether a request with this method and path, which has succeeded, gets a line.
-        """
-        self._logger, self._loop, self._is_logged = logger, loop, is_logged
-
-    def info(self, message: str, client: str, method: str, path: str, version: str, status: int) -> None:
-        """A line of uvicorn's: `path` has the query."""
-        if status >= HTTPStatus.BAD_REQUEST or self._is_logged(method, path.partition("?")[0]):
-            self._loop.call_soon(self._logger.info, message, client, method, path, version, status)
-
-
-class HeadersTransport:
-    """A transport that sends an answer's headers with what follows them in the same iteration of the event loop, or
-    alone at its end. The client wakes once for both: before it has the first token, it would take a core to read the
-    headers."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._headers = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if data.startswith(_STATUS_LINE) and not self._headers:
-            self._headers = data
-            self._loop.call_soon(self._send_headers)
-        else:
-            headers, self._headers = self._headers, b""
-            self._transport.write(headers + data if headers else data)
-
-    def close(self) -> None:
-        self._send_headers()
-        self._transport.close()
-
-    def _send_headers(self) -> None:
-        if self._headers:
-            self.write(b"")

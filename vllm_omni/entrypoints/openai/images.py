@@ -26,7 +26,7 @@ from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.file_store import FILES_PATH, FileStore
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
-from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed, get_handler
+from vllm_omni.entrypoints.openai.media_endpoint import DiffusionEndpoint, closing_store, completed_event, get_handler
 from vllm_omni.entrypoints.openai.media_output import IMAGE_FORMATS, as_image_file, to_base64, usage_of
 from vllm_omni.entrypoints.openai.media_request import (
     MAX_IMAGES,
@@ -174,7 +174,7 @@ class ServingImages(DiffusionEndpoint):
             priority=request.priority,
         )
         if not request.stream:
-            output = await completed(events)
+            output = (await completed_event(events)).outputs[0]
             files = await asyncio.to_thread(_files_of, output, file_format)
             kept = await self._keep(files, file_format, raw_request) if request.wants_urls else None
             body = await asyncio.to_thread(_render, files, kept, usage_of(output), file_format)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of clients: strict, of a limited number of values, and checked at a cost that its bytes limit.
+"""JSON of clients: strict, of a limited number of values, and checked at a cost that its bytes limit; a large one in a
+thread.
 
 Bytes alone are no limit: a list of a million zeros has 2 MB, and an error of pydantic for each of them takes 1.5 GB.
 Knows no endpoint.
@@ -7,14 +8,18 @@ Knows no endpoint.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from pydantic import TypeAdapter
+import numpy as np
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
 
 OBJECT_VALUES = 10
@@ -25,6 +30,8 @@ LARGE_BYTES, LARGE_VALUES = 1 << 20, 10_000
 
 VALUE_BYTES = 40
 """What a value takes, about."""
+_ANY_BYTES = 100
+"""The same of a value of any type, beside the text in it."""
 
 _TOKENS = re.compile(rb'"[^"]*"?|[,\[{]')
 _COSTS = {ord(","): 1, ord("["): 1, ord("{"): OBJECT_VALUES, ord('"'): 0}
@@ -54,6 +61,21 @@ class JsonBody:
     @property
     def is_large(self) -> bool:
         return self.num_bytes >= LARGE_BYTES or self.num_values >= LARGE_VALUES
+
+
+def num_bytes(value: Any) -> int:
+    """About how much memory a value takes."""
+    if isinstance(value, str | bytes):
+        return _ANY_BYTES + len(value)
+    if isinstance(value, np.ndarray):
+        return _ANY_BYTES + value.nbytes
+    if isinstance(value, BaseModel):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | deque):
+        return _ANY_BYTES
+    return _ANY_BYTES + sum(map(num_bytes, value))
 
 
 def count_values(text: bytes, limit: int) -> int:
@@ -135,3 +157,22 @@ def _limit_fields(limit: int) -> Callable[[Any], Any]:
         return data
 
     return check
+
+
+async def validated(validator: SchemaValidator, body: JsonBody) -> Any:
+    """The value of a body as the validator's type. A large one is checked in a thread.
+
+    Raises:
+        RequestValidationError: A field is wrong.
+    """
+    found: list[Any]
+    try:
+        if body.is_large:
+            return await asyncio.to_thread(validator.validate_python, body.value)
+        return validator.validate_python(body.value)
+    except ValidationError as error:
+        found = [*error.errors(include_url=False, include_input=False)]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        # Raised by validators of vLLM's that read the raw fields, if one is missing or has another type.
+        found = [{"type": "value_error", "loc": (), "msg": f"a field is missing or has a wrong type: {error}"}]
+    raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found])

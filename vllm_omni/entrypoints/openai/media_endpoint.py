@@ -39,7 +39,6 @@ from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.events import CompletedEvent, OmniEvent
 from vllm_omni.inputs import OmniPrompt
 from vllm_omni.media import DEFAULT_FPS
-from vllm_omni.outputs import OmniRequestOutput
 
 MODEL_ALIASES: dict[str, Collection[str]] = {
     "speech": ("tts-1", "tts-1-hd", "gpt-4o-mini-tts"),
@@ -367,11 +366,6 @@ def new_id(prefix: str, raw_request: HTTPConnection | None = None) -> str:
     """An id for a request: the client's own `X-Request-Id`, else a random one."""
     own = None if raw_request is None else raw_request.headers.get("X-Request-Id")
     return f"{prefix}-{own or random_uuid()}"
-
-
-async def completed(events: AsyncGenerator[OmniEvent, None]) -> OmniRequestOutput:
-    """The output, when it is complete."""
-    return (await completed_event(events)).outputs[0]
 
 
 async def completed_event(events: AsyncGenerator[OmniEvent, None]) -> CompletedEvent:

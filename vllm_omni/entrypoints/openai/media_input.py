@@ -133,14 +133,17 @@ class OmniMediaConnector(MediaConnector):
             return super().load_from_url(url, guarded, fetch_timeout=fetch_timeout)
 
     async def load_from_url_async(self, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None) -> Any:
-        kept = RequestContext.current().kept_sounds.get(url)
-        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits of its session.
+        context = RequestContext.current()
+        if context.is_preprocessed(url):
+            return None  # As in a request that names what vLLM has by its `uuid` alone.
+        kept = context.kept_sounds.get(url)
+        if kept is not None and isinstance(media_io, AudioMediaIO):  # It has passed the limits before.
             return await asyncio.to_thread(kept)
         guarded, label = self._guard(url, media_io)
         with _client_errors(label, kind_of(media_io)):
-            if (file := RequestContext.current().kept_files.get(url)) is not None:
+            if isinstance(file := context.kept_files.get(url, url), bytes):
                 return await asyncio.to_thread(guarded.load_bytes, file)
-            return await super().load_from_url_async(url, guarded, fetch_timeout=fetch_timeout)
+            return await super().load_from_url_async(file, guarded, fetch_timeout=fetch_timeout)
 
     def _load_data_url(self, url: str, media_io: MediaIO[Any]) -> Any:
         """vLLM's reads no parameters of a type that contain a comma, as `video/webm;codecs=vp8,opus`."""

@@ -26,8 +26,7 @@ from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError, VLLMV
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.json_body import JsonBody, validator_of
-from vllm_omni.entrypoints.openai.json_routes import validated
+from vllm_omni.entrypoints.openai.json_body import JsonBody, validated, validator_of
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.stage_params import SETTINGS, diffusion_settings, without_nulls
 

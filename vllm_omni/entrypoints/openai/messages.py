@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniSer
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
 from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, AnthropicErrorResponse, describe_errors, respond
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
-from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
+from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse
 from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
 from vllm_omni.vllm_versions import MessagesHandler
 
@@ -34,11 +34,6 @@ class OmniServingMessages(OmniServing, MessagesHandler):
     """
 
     chat: OmniServingChat
-
-    def set_up(self, chat: OmniServingChat) -> None:
-        """Completes what `from_vllm` returned."""
-        self.chat = chat
-        self.online_renderer = chat.online_renderer
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
@@ -70,7 +65,7 @@ async def create_messages(request: AnthropicMessagesRequest, raw_request: Reques
     """Text as the answer to a conversation, whole or as a stream, in the form of Anthropic's Messages API."""
     answer = await _handler(raw_request).create_messages(request, raw_request)
     if isinstance(answer, AsyncGenerator):
-        return defer_headers(StreamingResponse(answer, media_type=MEDIA_TYPE), RequestContext.of(raw_request))
+        return ClosingResponse(answer, MEDIA_TYPE, {}, RequestContext.of(raw_request))
     return _respond(raw_request, answer)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON, garbage collection.
+"""What every HTTP request passes before its endpoint: API key, limits of the body, strict JSON and the check of its
+fields, garbage collection.
 
 Plain ASGI, so that streamed answers and disconnects pass unchanged. An answer is given to the web server in pieces, so
 that what the client has not read waits here, as part of a request that counts. Knows no endpoint but those that need no
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response, params
+from fastapi._compat import ModelField
+from fastapi.routing import APIRoute, request_response
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -26,7 +29,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_omni.entrypoints.openai import docs_page
 from vllm_omni.entrypoints.openai.file_store import is_file_path
 from vllm_omni.entrypoints.openai.http_errors import error_response, on_unknown_error
 from vllm_omni.entrypoints.openai.json_body import (
@@ -35,9 +37,13 @@ from vllm_omni.entrypoints.openai.json_body import (
     InvalidJsonError,
     JsonBody,
     TooManyValuesError,
+    bounded_validator,
     decode,
+    validated,
 )
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, sent_key
+from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.root_path import RootPathMiddleware
@@ -47,6 +53,10 @@ OPEN_PATHS = ("/health", "/ping", "/readyz")
 
 FRONT_PATH = "/"
 """Open, too; who sends a key sees more there."""
+
+DOCS_PATHS = ("/docs", "/openapi.json", "/static/swagger-ui-bundle.js", "/static/swagger-ui.css")
+"""The page, its data, and vLLM's copies of Swagger's files, which it serves with `--enable-offline-docs`. Open for GET
+and HEAD: a browser sends no key, and they name no users or models."""
 
 PUBLIC_LISTS = ("/v1/models", "/v1/audio/models", "/v1/audio/voices")
 """What `--public-lists` opens, for GET and HEAD. Without a key the last has the model's own voices only."""
@@ -80,13 +90,13 @@ Count: TypeAlias = Callable[[int], None]
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body.
 
-    Sets `app.state.client_secrets`. vLLM's check of the key, which ours replaces, is removed; its headers for pages of
-    other sites (CORS) are added outside of all others.
+    Sets `app.state.client_secrets` and `omni_sessions`. vLLM's check of the key, which ours replaces, is removed; its
+    headers for pages of other sites (CORS) are added outside of all others.
     """
     replaced: tuple[Any, ...] = (AuthenticationMiddleware, CORSMiddleware)
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
     app.user_middleware[:] = [each for each in app.user_middleware if each.cls not in replaced]
-    app.state.client_secrets = ClientSecrets()
+    app.state.client_secrets, app.state.omni_sessions = ClientSecrets(), Sessions(args)
     if app.root_path:
         app.add_middleware(RootPathMiddleware)
     app.add_middleware(HeadMiddleware)
@@ -97,9 +107,9 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
             tokens=tokens,
             secrets=app.state.client_secrets,
             has_playground=args.playground,
-            public=(FRONT_PATH, *docs_page.OPEN_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
+            public=(FRONT_PATH, *DOCS_PATHS, *(PUBLIC_LISTS if args.public_lists else ())),
         )
-    app.add_middleware(ContextMiddleware)
+    app.add_middleware(ContextMiddleware, app.state.omni_sessions.budget)
     if cors is not None:  # A page of another site can read an answer only if it passes this one, refusals too.
         app.add_middleware(ServerErrorMiddleware, handler=on_unknown_error)
         options: dict[str, Any] = {**cors, "expose_headers": EXPOSED_HEADERS}
@@ -114,12 +124,12 @@ def api_keys(args: argparse.Namespace) -> list[str]:
 class ContextMiddleware:
     """Makes the `RequestContext` of a request, which holds a slot of the pipeline until its answer has been sent."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, budget: SessionBudget) -> None:
+        self.app, self._budget = app, budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = scope[SCOPE_KEY] = RequestContext.start()
-        context.address = (scope.get("client") or ("",))[0]
+        context.address, context.budget = (scope.get("client") or ("",))[0], self._budget
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -408,3 +418,51 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+def bound_json_routes(app: FastAPI) -> None:
+    """Has the routes of an application take their JSON from the `RequestContext`, and check it with a
+    `bounded_validator`. FastAPI would decode it again, on the event loop, and make an error for each value."""
+    for route in app.router.routes:
+        field = route.body_field if isinstance(route, APIRoute) else None
+        if isinstance(route, APIRoute) and field is not None and not isinstance(field.field_info, params.Form):
+            # FastAPI takes single fields out of a dict.
+            make = dict if route._embed_body_fields else _as_it_is
+            route.app = request_response(_json_handler(field, route.get_route_handler(), make))
+            field.__class__ = _CheckedField
+
+
+def _json_handler(
+    field: ModelField, handle: Callable[[Request], Awaitable[Response]], make: Callable[[Any], Any]
+) -> Callable[[Request], Awaitable[Response]]:
+    validator = bounded_validator(field._type_adapter.core_schema)
+
+    async def handle_json(request: Request) -> Response:
+        body = RequestContext.of(request).take_json()
+        if body is not None:
+            request = _CheckedRequest(request.scope, request.receive, request._send)
+            request.checked = make(await validated(validator, body))
+        elif await request.body():
+            kind = request.headers.get("content-type")
+            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send application/json, not {kind}")
+        return await handle(request)
+
+    return handle_json
+
+
+def _as_it_is(checked: Any) -> Any:
+    return checked
+
+
+class _CheckedRequest(Request):
+    """A request whose JSON was read and checked."""
+
+    checked: Any
+
+    async def json(self) -> Any:
+        return self.checked
+
+
+class _CheckedField(ModelField):
+    def validate(self, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[dict[str, Any]]]:
+        return value, []

@@ -21,6 +21,7 @@ from vllm_omni.inputs import SpokenText
 
 if TYPE_CHECKING:
     from vllm_omni.entrypoints.async_omni_llm import Place
+    from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 
 SCOPE_KEY = "omni_context"
 """Of the context in the ASGI scope."""
@@ -72,9 +73,11 @@ class RequestContext:
         owner: The SHA-256 of the API key that the request was sent with; empty where the server has no keys.
         address: That it came from.
         num_media_parts: Images, audio clips and videos that were loaded for it so far.
-        kept_sounds: What decodes the sounds of a realtime session, by their addresses in its messages; as
-            `MediaFetcher.sound`.
-        kept_files: The files of its images that were fetched, likewise.
+        kept_sounds: What decodes the sounds that a realtime session, or an endpoint, keeps, by their addresses in the
+            messages; as `MediaFetcher.sound`.
+        kept_files: The files of its images that were fetched, and the data URIs of others, likewise.
+        is_preprocessed: Whether the model's processor has kept what it made of one of these, by its address: such a one
+            is not decoded again.
         num_decoded_bytes: Of these when they are decoded, see `MediaBudget`.
         num_media_tokens: Of their images and videos in the prompt.
         media_tokens: Counts these; None: they are not for a prompt, or it is not known how they are read.
@@ -88,7 +91,7 @@ class RequestContext:
         fit_prompt: Makes the prompt of a chat that may be too long: called with the request and what renders one, and
             returns what that does.
         place: In the pipeline's queue, for its next request to the engine.
-        count_unread: See `AsyncOmniLLM.generate`.
+        budget: Counts the text and speech that was made for it and not read; None: nothing does.
         count_arriving: Called with the bytes of a WebSocket's messages that have come and were not taken, when these
             change; what it raises ends the connection.
     """
@@ -98,7 +101,8 @@ class RequestContext:
     address: str = ""
     num_media_parts: int = 0
     kept_sounds: Mapping[str, Callable[[], tuple[np.ndarray, float]]] = field(default_factory=dict)
-    kept_files: Mapping[str, bytes] = field(default_factory=dict)
+    kept_files: Mapping[str, bytes | str] = field(default_factory=dict)
+    is_preprocessed: Callable[[str], bool] = lambda address: False
     num_decoded_bytes: int = 0
     num_media_tokens: int = 0
     media_tokens: MediaTokens | None = None
@@ -111,7 +115,7 @@ class RequestContext:
     spoken_text: SpokenText | None = None
     fit_prompt: Callable[[Any, Callable[[Any], Awaitable[Any]]], Awaitable[Any]] | None = None
     place: Place | None = None
-    count_unread: Callable[[int], None] | None = None
+    budget: SessionBudget | None = None
     count_arriving: Callable[[int], None] | None = None
     _release: Callable[[], None] | None = None  # None: there is no answer whose sending ends.
 
@@ -122,7 +126,7 @@ class RequestContext:
         Args:
             client: Of an earlier request, whose client sends this one, too.
         """
-        context = cls() if client is None else cls(owner=client.owner, address=client.address)
+        context = cls() if client is None else cls(owner=client.owner, address=client.address, budget=client.budget)
         _current.set(context)
         return context
 
@@ -214,6 +218,19 @@ class RequestContext:
 
 def _nothing() -> None:
     pass
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancels a task and waits for its end, also when it is cancelled itself."""
+    task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 _current: ContextVar[RequestContext] = ContextVar("request_context")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from fastapi import APIRouter, Request
 from openai.types.responses import ResponseFunctionToolCall
-from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
 from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
 from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
@@ -21,9 +21,10 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat, ResponsesRequest
+from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import MIB
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, defer_headers
@@ -32,9 +33,8 @@ from vllm_omni.entrypoints.openai.stage_params import explicit_fields
 MAX_STORED = 1000
 """Responses that are kept for each API key; the oldest leave first."""
 MAX_STORED_BYTES, MAX_TOTAL_STORED_BYTES = 64 * MIB, 512 * MIB
-"""That the messages of these take, of one key and of all: a key whose own leave keeps its newest response at least."""
-_VALUE_BYTES = 100
-"""About what a value takes beside the text in it."""
+"""That the messages, or the events, of these take, of one key and of all: a key whose own leave keeps its newest one at
+least."""
 
 
 class OmniResponsesRequest(ResponsesRequest):
@@ -80,12 +80,10 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
 
     asr_stage: ASRStage | None = None
 
-    def set_up(self, chat: OmniServingChat) -> None:
-        """Completes what `from_vllm` returned, with the renderer of the chat, which has media counted."""
-        self.online_renderer = chat.online_renderer
-        self.enable_store = True
-        stores: Any = (OwnedStore(), OwnedStore(), OwnedStore())  # vLLM's are dictionaries.
-        self.response_store, self.msg_store, self.event_store = stores
+    @classmethod
+    def from_vllm(cls, handler: GenerateBaseServing, **attributes: Any) -> Self:
+        stores = {name: OwnedStore() for name in ("response_store", "msg_store", "event_store")}
+        return super().from_vllm(handler, enable_store=True, **stores, **attributes)
 
     async def create_responses(self, request: ResponsesRequest, raw_request: Request | None = None) -> Any:
         """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""
@@ -99,6 +97,14 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
             items: list[Any] = list(request.input)
             request.input = [*calls, *(items if self.asr_stage is None else await self.asr_stage.as_text(items))]
         return await super().create_responses(request, raw_request)
+
+    async def _run_background_request_stream(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> None:
+        """vLLM keeps the events of a stream while it is made; here they count once they are all there."""
+        try:
+            await super()._run_background_request_stream(request, *args, **kwargs)
+        finally:
+            if (kept := self.event_store.get(request.request_id)) is not None:
+                self.event_store[request.request_id] = kept
 
     def _earlier_calls(self, response_id: str | None) -> list[ResponseFunctionToolCall]:
         """The calls of the response that a request continues: vLLM repeats its texts only, and the results that the
@@ -144,19 +150,6 @@ class OwnedStore(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._own)
-
-
-def num_bytes(value: Any) -> int:
-    """About how much memory a value takes."""
-    if isinstance(value, str | bytes):
-        return _VALUE_BYTES + len(value)
-    if isinstance(value, BaseModel):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return _VALUE_BYTES
-    return _VALUE_BYTES + sum(map(num_bytes, value))
 
 
 router = APIRouter()

@@ -4,7 +4,6 @@
 import traceback
 from collections.abc import AsyncGenerator
 
-from starlette.datastructures import State
 from starlette.requests import Request
 from vllm import SamplingParams
 from vllm.entrypoints.scale_out.token_in_token_out.mm_features import mm_kwargs_from_features
@@ -12,8 +11,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.exceptions import VLLMValidationError
 
-from vllm_omni.entrypoints.openai.chat import OmniServing, OmniServingChat
-from vllm_omni.entrypoints.openai.http_errors import returned_error
+from vllm_omni.entrypoints.openai.chat import OmniServing
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.vllm_protocol import ErrorResponse
 
@@ -44,13 +42,3 @@ def _was_decoding(error: Exception) -> bool:
     """Whether vLLM's decoder of features has raised it, which has no hook."""
     code = mm_kwargs_from_features.__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def set_up(state: State) -> None:
-    """Puts ours in place of the handlers that vLLM has made. `openai_serving_chat` must be ours."""
-    chat: OmniServingChat = state.openai_serving_chat
-    state.serving_tokens = OmniServingTokens.from_vllm(state.serving_tokens)
-    state.serving_render.default_sampling_params = chat.default_sampling_params
-    state.serving_render.online_renderer = chat.online_renderer
-    for handler in (state.serving_render, state.serving_derender, state.serving_generative_scoring):
-        handler.create_error_response = returned_error

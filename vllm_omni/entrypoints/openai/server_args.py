@@ -170,9 +170,9 @@ class RealtimeLimits:
     """Bytes of texts and images that clients put into a realtime session; for more, its oldest turns are deleted."""
 
     max_total_realtime_bytes: int = 4 * GIB
-    """Bytes that all realtime sessions hold: items, uncommitted sound, events that arrive, and answers that their
-    clients have not read. What would exceed it is refused, and an answer is ended, with an error. At least
-    --max-realtime-message-bytes."""
+    """Bytes that all realtime sessions hold: items, uncommitted sound, events that arrive, and text and speech that
+    clients have not read, also those of other endpoints. What would exceed it is refused, and an answer is ended, with
+    an error. At least --max-realtime-message-bytes."""
 
     max_client_realtime_bytes: int | None = None
     """Bytes that the realtime sessions of one API key or, without keys, address hold. At least

@@ -22,7 +22,9 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Self, cast
 
 import uvloop
 import vllm.envs as envs
@@ -114,13 +116,14 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     for name, url in pages(args):
         logger.info("%-10s  %s", name, url)
     log_config = get_uvicorn_log_config(args)
+    logging.getLogger("uvicorn.access").addFilter(partial(is_logged, args.root_path or ""))
     watch = (limits_from(args, ServerLimits).send_timeout_s, limits_from(args, RequestLimits).min_body_rate)
     options = {name: getattr(args, name) for name in _UVICORN_OPTIONS}
     options |= {} if log_config is None else {"log_config": log_config}
     shutdown = await serve_http(
         app,
         sock=listener,
-        http=http_protocol(*watch, lambda method, path: is_logged(method, path.removeprefix(args.root_path or ""))),
+        http=http_protocol(*watch),
         enable_ssl_refresh=args.enable_ssl_refresh,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
@@ -133,9 +136,13 @@ async def _serve(client: ServedEngineClient, address: str, listener: Any, args: 
     await shutdown
 
 
-def is_logged(method: str, path: str) -> bool:
-    """Whether the access log has a request that succeeds: not the traffic of an open page, nor polls."""
-    return not (path.startswith(PLAYGROUND_PATH) or (method in ("GET", "HEAD") and _POLLED.fullmatch(path)))
+def is_logged(root_path: str, record: logging.LogRecord) -> bool:
+    """Whether the access log has a line of uvicorn's: of requests that succeed not the traffic of an open page, nor
+    polls."""
+    _, method, path, _, status = cast("tuple[Any, ...]", record.args)
+    path = path.partition("?")[0].removeprefix(root_path)
+    is_polled = path.startswith(PLAYGROUND_PATH) or (method in ("GET", "HEAD") and _POLLED.fullmatch(path))
+    return status >= HTTPStatus.BAD_REQUEST or not is_polled
 
 
 def pages(args: Namespace) -> Iterator[tuple[str, str]]:

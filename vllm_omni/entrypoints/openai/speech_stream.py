@@ -12,24 +12,23 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 from fastapi import APIRouter, WebSocket
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.datastructures import State
-from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+from vllm.exceptions import VLLMClientError
 
-from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
+from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.media_output import finish_reason_of
-from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error, end
-from vllm_omni.entrypoints.openai.realtime.client_secrets import SUBPROTOCOL
+from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions, deny
-from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event_of, read_fields
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_fields
+from vllm_omni.entrypoints.openai.request_context import RequestContext, end
 from vllm_omni.entrypoints.openai.server_args import flag
 from vllm_omni.entrypoints.openai.speech import ServingSpeech, SpeechUsage, VoiceSettings
 from vllm_omni.entrypoints.openai.speech_request import MAX_INPUT_CHARS, SpeechFormat, SpeechSettings
+from vllm_omni.entrypoints.openai.streamed_chat import UnsentQueue
 from vllm_omni.errors import InvalidRequestError, OmniError, PipelineFullError
 from vllm_omni.events import OmniEvent
 from vllm_omni.stage.sentences import SentenceCutter
@@ -40,7 +39,6 @@ MAX_UTTERANCES = 64
 """Of one session, that have not been spoken."""
 
 _MAX_SENTENCES = 2  # At once: one is sent, the next is made.
-_MAX_EVENTS = 8  # Of a sentence that wait here to be sent.
 
 Send = Callable[..., Awaitable[None]]
 
@@ -83,16 +81,15 @@ class InputTextBufferClear(_Event):
     type: Literal["input_text_buffer.clear"]
 
 
-_EVENTS: dict[str, type[BaseModel]] = {
-    "session.update": SessionUpdate,
-    "input_text_buffer.append": InputTextBufferAppend,
-    "input_text_buffer.commit": InputTextBufferCommit,
-    "input_text_buffer.clear": InputTextBufferClear,
-}
-
-
 class SpeechStream(EventSession):
     """One session. `run` it once."""
+
+    _event_types: ClassVar = {
+        "session.update": SessionUpdate,
+        "input_text_buffer.append": InputTextBufferAppend,
+        "input_text_buffer.commit": InputTextBufferCommit,
+        "input_text_buffer.clear": InputTextBufferClear,
+    }
 
     def __init__(
         self, websocket: WebSocket, sessions: Sessions, speech: ServingSpeech, settings: VoiceSettings
@@ -100,7 +97,7 @@ class SpeechStream(EventSession):
         """`settings`: Those that it starts with."""
         super().__init__(websocket, sessions)
         self._speech, self._settings = speech, settings
-        self._text_share, self._voice_share = (self._budget.share(self._client.client) for _ in range(2))
+        self._text_share, self._voice_share = self._share(), self._share()
         self._open: Utterance | None = None  # Whose text is not complete.
         self._speaking: dict[Utterance, asyncio.Task[None]] = {}  # In turn; the first one is spoken.
         self._handlers = {
@@ -115,14 +112,8 @@ class SpeechStream(EventSession):
         model = {"model": self._speech.model_names[0]}
         return {"id": self.id, "object": "speech.session", "expires_at": int(self._expires_at), **model, **given}
 
-    def _read_event(self, text: str | bytes) -> Any:
-        return read_event_of(text, self._limits.max_realtime_message_values, _EVENTS)
-
     def _is_busy(self) -> bool:
         return any(utterance is not self._open for utterance in self._speaking)
-
-    async def _abort(self) -> None:
-        await asyncio.gather(*(end(task) for task in self._speaking.values()))
 
     def _release(self) -> None:
         self._speaking.clear()
@@ -143,10 +134,10 @@ class SpeechStream(EventSession):
         try:
             settings = await self._speech.read(request, self._websocket)
         except (VLLMClientError, OmniError, ValueError) as error:
-            refusal = as_chat_error(error)
-            param = None if refusal.param is None else f"session.{refusal.param}"
-            raise EventError(refusal.message, param, refusal.code, refusal.type) from error
-        self._voice_share.set(_num_bytes_of([settings.information, request.model_dump()]))
+            refusal = as_event_error(error)
+            refusal.param = None if refusal.param is None else f"session.{refusal.param}"
+            raise refusal from error
+        self._voice_share.set(num_bytes([settings.information, request.model_dump()]))
         self._settings = settings
         await self._send("session.updated", session=self._session())
 
@@ -162,16 +153,10 @@ class SpeechStream(EventSession):
         if self._open is None:
             if len(self._speaking) >= MAX_UTTERANCES:
                 raise EventError(f"{MAX_UTTERANCES} utterances wait to be spoken", code="too_many_utterances")
-            self._open = self._start()
+            before = next(reversed(self._speaking.values()), None)
+            self._open = Utterance(self._speech, self._settings, self._send, self._websocket)
+            self._speaking[self._open] = self._start(self._speak(self._open, before))
         self._open.append(event.text)
-
-    def _start(self) -> Utterance:
-        utterance = Utterance(self._speech, self._settings, self._send, self._websocket, self._budget.share)
-        before = next(reversed(self._speaking.values()), None)
-        task = asyncio.create_task(self._speak(utterance, before))
-        self._speaking[utterance] = task
-        self._watch(task)
-        return utterance
 
     async def _speak(self, utterance: Utterance, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -205,23 +190,11 @@ class Utterance:
         is_done: Its last event was sent.
     """
 
-    def __init__(
-        self,
-        speech: ServingSpeech,
-        settings: VoiceSettings,
-        send: Send,
-        websocket: WebSocket,
-        share: Callable[..., Any],
-    ) -> None:
-        """
-        Args:
-            send: Sends an event: its type and fields.
-            share: Of the budget of sessions, for a client.
-        """
+    def __init__(self, speech: ServingSpeech, settings: VoiceSettings, send: Send, websocket: WebSocket) -> None:
+        """`send`: Sends an event: its type and fields."""
         self.id = new_id("item")
         self.num_bytes, self.is_blank, self.is_done = 0, True, False
         self._speech, self._settings, self._send, self._websocket = speech, settings, send, websocket
-        self._share = share
         self._num_chars = 0
         self._pieces: asyncio.Queue[str | None] = asyncio.Queue()
         self._usages: list[SpeechUsage] = []
@@ -256,7 +229,7 @@ class Utterance:
         try:
             await self._send_speech()
         except (OmniError, OmniHTTPError, VLLMClientError) as failure:
-            error = as_chat_error(failure).as_dict()
+            error = as_event_error(failure).as_dict()
         if error is not None:
             await self._send("speech.audio.done", item_id=self.id, status="failed", error=error)
         else:
@@ -348,8 +321,7 @@ class Utterance:
 
     def start(self, text: str | AsyncGenerator[str, None]) -> Awaitable[AsyncGenerator[OmniEvent, None]]:
         """Starts a request to the pipeline, whose context is the task's."""
-        context = RequestContext.start(RequestContext.of(self._websocket))
-        context.count_unread = self._share(context.client).set
+        RequestContext.start(RequestContext.of(self._websocket))
         return self._speech.events(text, self._settings, self._websocket, stream=self._speech.streams)
 
 
@@ -367,7 +339,7 @@ class _Request:
         self._begin()
 
     def _begin(self) -> None:
-        self._events: asyncio.Queue[OmniEvent | Exception | None] = asyncio.Queue(_MAX_EVENTS)
+        self._events: UnsentQueue[OmniEvent | Exception] = UnsentQueue(_num_bytes_of_event)
         self._task = asyncio.create_task(self._make())
 
     async def _make(self) -> None:
@@ -403,42 +375,8 @@ class _Request:
         await end(self._task)
 
 
-def _num_bytes_of(value: Any) -> int:
-    """The bytes of the arrays and texts in a prompt's fields."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes_of, value.values()))
-    return sum(map(_num_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
-
-
-class ServingSpeechStream:
-    """The handler of the sessions."""
-
-    def __init__(self, speech: ServingSpeech, sessions: Sessions) -> None:
-        self._speech, self._sessions = speech, sessions
-
-    async def serve(self, websocket: WebSocket) -> None:
-        """Runs a session until it ends."""
-        await self._sessions.serve(websocket, self._open)
-
-    async def _open(self, websocket: WebSocket) -> SpeechStream | None:
-        try:
-            self._speech.client.check_admission()
-            model = websocket.query_params.get("model")
-            settings = await self._speech.read(SpeechStreamSettings.model_validate({"model": model}), websocket)
-        except VLLMNotFoundError as error:
-            await deny(websocket, str(error), HTTPStatus.NOT_FOUND)
-            return None
-        except OmniError as error:
-            answer = to_http_error(error)
-            await deny(websocket, answer.message, answer.http_status, answer.headers)
-            return None
-        offered = websocket.scope.get("subprotocols", ())
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
-        return SpeechStream(websocket, self._sessions, self._speech, settings)
+def _num_bytes_of_event(event: OmniEvent | Exception) -> int:
+    return 0 if isinstance(event, Exception) else event.num_bytes
 
 
 router = APIRouter()
@@ -447,14 +385,15 @@ router = APIRouter()
 @router.websocket(PATH)
 async def stream_speech(websocket: WebSocket) -> None:
     """The speech of texts that come in pieces."""
-    handler = serving(websocket.app.state)
-    if handler is None:
+    speech: ServingSpeech | None = websocket.app.state.omni_handlers.get("audio")
+    sessions: Sessions = websocket.app.state.omni_sessions
+    if speech is None:
         await deny(websocket, "this model makes no speech", HTTPStatus.BAD_REQUEST)
-    else:
-        await handler.serve(websocket)
+        return
 
+    async def open(websocket: WebSocket) -> SpeechStream:
+        speech.client.check_admission()
+        request = SpeechStreamSettings.model_validate({"model": websocket.query_params.get("model")})
+        return SpeechStream(websocket, sessions, speech, await speech.read(request, websocket))
 
-def serving(state: State) -> ServingSpeechStream | None:
-    """The application's handler; None if its model makes no sound."""
-    speech = state.omni_handlers.get("audio")
-    return None if speech is None else ServingSpeechStream(speech, state.omni_sessions)
+    await sessions.serve(websocket, open)

@@ -37,36 +37,36 @@ class ErrorLine(Exception):
 class ClosingResponse(StreamingResponse):
     """Closes its generator when it ends for any reason, which aborts the request at once."""
 
-    def __init__(self, parts: AsyncGenerator[Any, None], media_type: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        parts: AsyncGenerator[Any, None],
+        media_type: str,
+        headers: Mapping[str, str],
+        context: RequestContext | None = None,
+    ) -> None:
+        """`context`: The headers wait until each of its requests to the engine has an output: an error before it has an
+        HTTP status. All else is ready by then, so that the first token does not wait for it."""
         super().__init__(parts, headers={**STREAM_HEADERS, **headers}, media_type=media_type)
-        self._parts = parts
+        self._parts, self._context = parts, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts):
             await super().__call__(scope, receive, send)
 
-
-class DeferredResponse(StreamingResponse):
-    """Begins when each of its requests to the engine has an output: an error before it has an HTTP status.
-
-    All else is ready by then, so that the first token does not wait for it.
-    """
-
-    context: RequestContext
-
     async def stream_response(self, send: Send) -> None:
-        await self.context.started()
+        if self._context is not None:
+            await self._context.started()
         await super().stream_response(send)
 
 
 def defer_headers(response: Response, context: RequestContext) -> Response:
-    """Makes a streamed answer of vLLM's a `DeferredResponse`."""
-    if isinstance(response, StreamingResponse):
-        response.headers.update(STREAM_HEADERS)
-        response.__class__ = DeferredResponse
-        assert isinstance(response, DeferredResponse)
-        response.context = context
-    return response
+    """An answer of vLLM's route, whose headers wait for the context's requests if it is a stream."""
+    if not isinstance(response, StreamingResponse):
+        return response
+    parts: Any = response.body_iterator
+    deferred = ClosingResponse(parts, MEDIA_TYPE, response.headers, context)
+    deferred.background = response.background  # It counts the load.
+    return deferred
 
 
 def sse_response(

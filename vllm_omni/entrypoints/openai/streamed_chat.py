@@ -69,6 +69,8 @@ class _ChatStream(ChatMedia, Generic[Item]):
                     samples = _speech_of(output)
                     if samples.size:
                         await self._put_speech(output.stage_id, samples)
+                elif isinstance(output, ARSegmentEvent) and output.final_output_type == "text" and output.text:
+                    await self._put_text(output.text)
 
     async def answer(self, text: AsyncGenerator[str, None]) -> AsyncGenerator[Item, None]:
         """The items of the answer; `text` are the lines that vLLM's handler makes of `text()`.
@@ -97,6 +99,9 @@ class _ChatStream(ChatMedia, Generic[Item]):
 
     async def _put_speech(self, stage_id: int, samples: np.ndarray) -> None:
         raise NotImplementedError
+
+    async def _put_text(self, text: str) -> None:
+        """Text that vLLM's handler does not write."""
 
     async def _put_end(self, media: list[OmniRequestOutput]) -> None:
         """What ends the answer; `media` are its outputs besides the text."""
@@ -189,9 +194,18 @@ class MediaStream(_ChatStream[Line]):
     """
 
     def __init__(
-        self, outputs: AsyncGenerator[EngineOutput, None], request_id: str, model_name: str, *args: Any
+        self,
+        outputs: AsyncGenerator[EngineOutput, None],
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        has_handler: bool = True,
     ) -> None:
-        """The further arguments are those of `ChatMedia`."""
+        """
+        Args:
+            args: Those of `ChatMedia`.
+            has_handler: vLLM's handler writes the text. Otherwise it is read of the events.
+        """
         super().__init__(outputs, len, *args)
         self._chunk = {
             "id": request_id,
@@ -205,7 +219,8 @@ class MediaStream(_ChatStream[Line]):
         self._speaks = "audio" in self._options.modalities
         self._encoders: dict[int, AudioEncoder] = {}
         # Clients join deltas, so role and id are sent once. vLLM's first line has the role.
-        self._has_role = self._options.shows_text
+        self._has_handler = has_handler
+        self._has_role = has_handler and self._options.shows_text
         self._has_audio_id = False
         self._end: dict[str, Any] = {"finish_reason": None}
 
@@ -251,6 +266,14 @@ class MediaStream(_ChatStream[Line]):
         if text:
             self._transcript.append(text)
             await self._put_audio(transcript=text)
+
+    async def _put_text(self, text: str) -> None:
+        if self._has_handler:  # The text is another stage's.
+            return
+        if self._speaks:
+            await self._take_delta({"content": text})
+        if self._options.shows_text:
+            await self._put({"content": text})
 
     async def _put_speech(self, stage_id: int, samples: np.ndarray) -> None:
         encoder = self._encoder(stage_id, count_channels(samples))

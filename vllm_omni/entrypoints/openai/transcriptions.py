@@ -8,8 +8,6 @@ alone. A model that vLLM transcribes with, such as Whisper, has vLLM's handlers,
 
 from __future__ import annotations
 
-import asyncio
-import io
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,8 +15,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
 
-import numpy as np
-import soundfile
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from openai.types.audio import TranscriptionVerbose
@@ -34,7 +30,7 @@ from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_errors import FORM_ERRORS
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, model_aliases, new_id, served_names
-from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER, to_base64
+from vllm_omni.entrypoints.openai.media_output import FINISH_REASON_HEADER
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route, started
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, Data, Line, sse_line, sse_response
@@ -119,8 +115,8 @@ class Transcript:
         return JSONResponse(answer, headers=headers)
 
 
-class TranscriptionSource:
-    """What writes the text of a sound.
+class ServingTranscriptions:
+    """The handler of both endpoints. A derived class has a source of the text.
 
     Attributes:
         request_class: The requests that it takes.
@@ -130,6 +126,16 @@ class TranscriptionSource:
 
     def __init__(self, client: OmniEngineClient, args: Namespace) -> None:
         self._media = MediaFetcher(client, args)
+        self._keep_alive_s = float(args.sse_keep_alive_interval)
+
+    async def create(self, request: SoundRequest, task: Task, raw_request: Request) -> Response:
+        """Raises as `transcribe`."""
+        transcript = await self.transcribe(request, task, raw_request)
+        if isinstance(transcript, ErrorResponse):
+            return JSONResponse(transcript.model_dump(), transcript.error.code)
+        if request.stream:
+            return sse_response(transcript.as_events(), self._keep_alive_s)
+        return transcript.as_answer(request, task)
 
     async def transcribe(self, request: Any, task: Task, raw_request: Request) -> Transcript | ErrorResponse:
         """The whole; of a request for a stream its deltas, as soon as there is a first one.
@@ -139,27 +145,6 @@ class TranscriptionSource:
             OmniError: It failed.
         """
         raise NotImplementedError
-
-
-class ServingTranscriptions:
-    """The handler of both endpoints.
-
-    Attributes:
-        source: Writes the text.
-    """
-
-    def __init__(self, source: TranscriptionSource, args: Namespace) -> None:
-        self.source = source
-        self._keep_alive_s = float(args.sse_keep_alive_interval)
-
-    async def create(self, request: SoundRequest, task: Task, raw_request: Request) -> Response:
-        """Raises as `TranscriptionSource.transcribe`."""
-        transcript = await self.source.transcribe(request, task, raw_request)
-        if isinstance(transcript, ErrorResponse):
-            return JSONResponse(transcript.model_dump(), transcript.error.code)
-        if request.stream:
-            return sse_response(transcript.as_events(), self._keep_alive_s)
-        return transcript.as_answer(request, task)
 
 
 def token_usage(usage: UsageInfo) -> UsageTokens:
@@ -187,7 +172,7 @@ def accepts_audio(client: OmniEngineClient) -> bool:
     return can_transcribe(client) or client.config.accepting_stage("audio", "text") is not None
 
 
-class ChatSource(TranscriptionSource):
+class ChatTranscriptions(ServingTranscriptions):
     """A model that is asked in a chat."""
 
     def __init__(self, chat: OmniServingChat, args: Namespace) -> None:
@@ -197,13 +182,18 @@ class ChatSource(TranscriptionSource):
     async def transcribe(
         self, request: TranscriptionRequest, task: Task, raw_request: Request
     ) -> Transcript | ErrorResponse:
-        seconds = await self._measure(request) if request.response_format == "verbose_json" else 0.0
+        context = RequestContext.of(raw_request)
+        seconds = 0.0
+        if request.response_format == "verbose_json":
+            sound = await self._media.sound(request.file, "file")
+            seconds = len(sound[0]) / sound[1]
+            context.kept_sounds = {request.file: lambda: sound}
         chat = request.as_chat(stage_prompt(self._chat.client, task))
         create = self._chat.create_deltas if request.stream else self._chat.create_chat_completion
         try:
             answer: Any = await create(chat, raw_request)
             if isinstance(answer, AsyncGenerator):
-                await RequestContext.of(raw_request).started()
+                await context.started()
         except (VLLMValidationError, VLLMUnprocessableEntityError) as error:
             if error.parameter == "audio_url":
                 error.parameter = "file"
@@ -216,14 +206,8 @@ class ChatSource(TranscriptionSource):
             return Transcript(text=text, usage=token_usage(answer.usage), finish_reason=reason, seconds=seconds)
         return Transcript(usage=token_usage(UsageInfo()), deltas=answer)
 
-    async def _measure(self, request: TranscriptionRequest) -> float:
-        """Seconds of the sound, which the request then has as data: an address is fetched once."""
-        samples, sample_rate = await self._media.sound(request.file, "file")
-        request.file = await asyncio.to_thread(_as_data_uri, samples, sample_rate)
-        return len(samples) / sample_rate
 
-
-class StageSource(TranscriptionSource):
+class StageTranscriptions(ServingTranscriptions):
     """An ASR stage, which gets `language`, `prompt`, `temperature` and `task` if it has parameters of these names."""
 
     def __init__(self, state: State, client: OmniEngineClient, stage: ASRStage, args: Namespace) -> None:
@@ -264,17 +248,6 @@ def stage_prompt(client: OmniEngineClient, task: Task) -> str:
     return client.stage.transcription_prompt if task == "transcribe" else client.stage.translation_prompt
 
 
-def _as_data_uri(samples: np.ndarray, sample_rate: float) -> str:
-    return f"data:audio/wav;base64,{to_base64(as_wav(samples, sample_rate))}"
-
-
-def as_wav(samples: np.ndarray, sample_rate: float) -> bytes:
-    """float32 `[n]` as a file; no sample is changed."""
-    file = io.BytesIO()
-    soundfile.write(file, samples, int(sample_rate), format="WAV", subtype="FLOAT")
-    return file.getvalue()
-
-
 def _handler(raw_request: Request) -> ServingTranscriptions:
     handler = raw_request.app.state.omni_transcriptions
     if handler is None:
@@ -283,7 +256,7 @@ def _handler(raw_request: Request) -> ServingTranscriptions:
 
 
 async def _sound_request(raw_request: Request) -> SoundRequest:
-    request = await _handler(raw_request).source.request_class.read(raw_request)
+    request = await _handler(raw_request).request_class.read(raw_request)
     state = raw_request.app.state
     is_alias = request.model in model_aliases(state.args, "transcription")
     if is_alias and request.model not in state.openai_serving_models.lora_requests:

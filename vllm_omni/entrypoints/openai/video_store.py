@@ -8,17 +8,16 @@ Does not know how videos are made. For use from one event loop.
 
 import asyncio
 import time
-import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import openai.types
 from pydantic import BaseModel, Field
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
-from vllm_omni.entrypoints.openai.file_store import private_folder
+from vllm_omni.entrypoints.openai.file_store import OwnedFiles, StoredFile, write_files
+from vllm_omni.entrypoints.openai.request_context import end
 from vllm_omni.entrypoints.openai.server_args import ServerLimits, flag
 from vllm_omni.errors import PipelineFullError
 
@@ -44,50 +43,44 @@ class Video(openai.types.Video):
 
 
 @dataclass(eq=False, kw_only=True)
-class VideoJob:
+class VideoJob(StoredFile):
     """
     Attributes:
         video: Its state for its client.
-        owner: The hash of its client's API key.
         settings: Its settings besides the prompt.
         has_image: It starts from an image.
         inputs: The names of its other inputs.
-        path: Of its file.
-        num_bytes: Of the file; 0 until it is written.
         task: Makes the video.
-        expiry: Removes the job some time after it has ended.
     """
 
     video: Video
-    owner: bytes
     settings: Mapping[str, Any]
     has_image: bool
-    path: Path
     inputs: Sequence[str] = ()
-    num_bytes: int = 0
     task: asyncio.Task[None] | None = None
-    expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> str:
+        return self.video.id
 
     @property
     def has_ended(self) -> bool:
         return self.video.status in ("completed", "failed")
 
 
-class VideoStore:
-    """All jobs, oldest first, and a private folder with their files."""
+class VideoStore(OwnedFiles[VideoJob]):
+    """All jobs, with their files. A job expires some time after it has ended."""
 
     def __init__(self, limits: ServerLimits) -> None:
-        """
-        Raises:
-            OSError: No folder can be made in the directory for videos.
-        """
-        self._max_videos = limits.max_stored_videos
-        self._max_bytes = limits.max_stored_video_bytes
-        self._max_total_bytes = limits.max_total_stored_video_bytes
-        self._keep_s = limits.video_expires_after_s
-        self._jobs: dict[str, VideoJob] = {}
-        self._folder = private_folder(limits, "videos")
-        self._remove_folder = weakref.finalize(self, self._folder.remove)
+        """Raises as the base."""
+        super().__init__(
+            limits,
+            "videos",
+            max_files=limits.max_stored_videos,
+            max_bytes=limits.max_stored_video_bytes,
+            max_total_bytes=limits.max_total_stored_video_bytes,
+            keep_s=limits.video_expires_after_s,
+        )
 
     def start(
         self,
@@ -105,17 +98,17 @@ class VideoStore:
             PipelineFullError: The owner has as many as are kept, and none of them has ended.
         """
         own = self._of(owner)
-        if len(own) >= self._max_videos:
+        if len(own) >= self._max_files:
             ended = next((job for job in own if job.has_ended), None)
             if ended is None:
                 raise PipelineFullError(
-                    f"{self._max_videos} of your videos are being made ({flag('max_stored_videos')}); try again later",
+                    f"{self._max_files} of your videos are being made ({flag('max_stored_videos')}); try again later",
                     _FULL_RETRY_S,
                 )
             self._remove(ended)
         path = self._folder.path / f"{video.id}.mp4"
         job = VideoJob(video=video, owner=owner, settings=settings, has_image=has_image, inputs=inputs, path=path)
-        self._jobs[video.id] = job
+        self._files[video.id] = job
         job.task = asyncio.create_task(make(job), name=video.id)
         return job
 
@@ -124,7 +117,7 @@ class VideoStore:
         Raises:
             VLLMNotFoundError: This owner has no video of this id, or it has expired.
         """
-        job = self._jobs.get(video_id)
+        job = self._files.get(video_id)
         if job is None or job.owner != owner:
             raise VLLMNotFoundError(f"there is no video {video_id!r}; it may have expired")
         return job
@@ -151,13 +144,7 @@ class VideoStore:
         if len(file) > self._max_bytes:
             self.fail(job, "too_large", f"the video has {len(file)} bytes; the server keeps {self._max_bytes}")
             return
-        writing = asyncio.ensure_future(asyncio.to_thread(job.path.write_bytes, file))
-        try:
-            await asyncio.shield(writing)
-        finally:
-            await asyncio.wait([writing])  # Deleting the job does not stop the thread.
-            if job.video.id not in self._jobs:
-                job.path.unlink(missing_ok=True)
+        await write_files({job.path: file})
         if not self._make_room(job.owner, len(file)):
             text = f"the server keeps {self._max_total_bytes} bytes of videos, which those of other clients take"
             self.fail(job, "no_room", f"{text}; try again later")
@@ -175,49 +162,15 @@ class VideoStore:
     async def delete(self, job: VideoJob) -> None:
         """Aborts a job if it has not ended, and removes its file. Does nothing if it was removed before."""
         self._remove(job)
-        await _ended(job)
+        if job.task is not None:
+            await end(job.task)  # Which aborts its request.
 
     async def close(self) -> None:
         """Aborts all jobs and removes all files."""
-        jobs = list(self._jobs.values())
-        for job in jobs:
-            self._remove(job)
-        for job in jobs:
-            await _ended(job)
-        await asyncio.to_thread(self._remove_folder)
+        await asyncio.gather(*map(self.delete, list(self._files.values())))
+        await super().close()
 
     def _end(self, job: VideoJob) -> None:
         now = time.time()
         job.video.completed_at, job.video.expires_at = int(now), int(now + self._keep_s)
-        job.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._remove, job)
-
-    def _of(self, owner: bytes) -> list[VideoJob]:
-        return [job for job in self._jobs.values() if job.owner == owner]
-
-    def _make_room(self, owner: bytes, num_bytes: int) -> bool:
-        """Removes an owner's oldest videos for a new one, if needed; false: all of them would not be enough."""
-        own = self._of(owner)
-        num_own = sum(job.num_bytes for job in own)
-        num_of_others = sum(job.num_bytes for job in self._jobs.values()) - num_own
-        excess = num_own + num_bytes - min(self._max_bytes, self._max_total_bytes - num_of_others)
-        if excess > num_own:
-            return False
-        for job in own:
-            if excess > 0 and job.num_bytes:
-                excess -= job.num_bytes
-                self._remove(job)
-        return True
-
-    def _remove(self, job: VideoJob) -> None:
-        self._jobs.pop(job.video.id, None)
-        if job.expiry is not None:
-            job.expiry.cancel()
-        if job.task is not None and not job.has_ended:
-            job.task.cancel()
-        job.path.unlink(missing_ok=True)
-
-
-async def _ended(job: VideoJob) -> None:
-    """Waits until a cancelled job has aborted its request."""
-    if job.task is not None and job.task is not asyncio.current_task():
-        await asyncio.wait([job.task])
+        self._expire_later(job)

@@ -47,7 +47,7 @@ from vllm_omni.entrypoints.openai.sse import read_chunk
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta, text_fields
 from vllm_omni.entrypoints.openai.subtitles import SUBTITLES
 from vllm_omni.entrypoints.openai.transcription_request import Task, TimedTranscriptionRequest
-from vllm_omni.entrypoints.openai.transcriptions import Transcript, TranscriptionSource, token_usage
+from vllm_omni.entrypoints.openai.transcriptions import ServingTranscriptions, Transcript, token_usage
 from vllm_omni.inputs import TranscriptionParameters
 from vllm_omni.vllm_protocol import ErrorResponse, UsageInfo
 
@@ -173,7 +173,7 @@ async def _read(outputs: AsyncGenerator[Any, None], clip: ClipText) -> AsyncGene
             yield output
 
 
-class VllmSource(TranscriptionSource):
+class VllmTranscriptions(ServingTranscriptions):
     """vLLM's handlers, made anew with the clips and texts of `Transcription`."""
 
     request_class = TimedTranscriptionRequest

@@ -7,6 +7,7 @@ that it speaks, which may arrive while it speaks (`TextFeedback`); in others the
 """
 
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 
@@ -61,6 +62,10 @@ class Talker(nn.Module):
         self.suppressed: torch.Tensor
         self.register_buffer("suppressed", suppressed, persistent=False)
 
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The decoder's own embeddings; vLLM requires them, and the strategy overwrites the rows."""
+        return self.model.embed_input_ids(input_ids)
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         logits = self.logits_processor(self.codec_head, hidden_states)
         return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
@@ -74,6 +79,41 @@ class Talker(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+class EncodingTalker(Talker):
+    """A talker with an encoder of the sounds of prompts, which loads its own weights.
+
+    Attributes:
+        encoder_name: The attribute that has it (a checkpoint may have none), and the prefix of its weights' names.
+    """
+
+    encoder_name: ClassVar[str] = "codec"
+    hf_to_vllm_mapper: ClassVar[WeightsMapper]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        prefix = f"{self.encoder_name}."
+        taken: dict[str, torch.Tensor] = {}
+        others = _take_out(self.hf_to_vllm_mapper.apply(weights), prefix, taken)
+        loaded = AutoWeightsLoader(self).load_weights(self.split_weights(others))
+        if (encoder := getattr(self, self.encoder_name, None)) is not None:
+            loaded |= {prefix + name for name in encoder.load(taken)}
+        return loaded
+
+    def split_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The weights but for the encoder's, under the names and in the parts that the model has."""
+        return weights
+
+
+def _take_out(
+    weights: Iterable[tuple[str, torch.Tensor]], prefix: str, taken: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights without those of this prefix, which are put into `taken`."""
+    for name, tensor in weights:
+        if name.startswith(prefix):
+            taken[name.removeprefix(prefix)] = tensor
+        else:
+            yield name, tensor
 
 
 class TextFeedback(FeedbackStrategy):

@@ -280,7 +280,10 @@ _NAMES: dict[str, dict[str, Any]] = {
     "vllm_omni.config": {},
     "vllm_omni.config.stage": {"OmniStageConfig": OmniStageConfig},
     "vllm_omni.config.stage_config": {"OmniStageConfig": OmniStageConfig},
-    "vllm_omni": {},
+    "vllm_omni": {
+        **{"FunctionStage": FunctionStage, "OmniStageConfig": OmniStageConfig},
+        **{"StageRequest": StageRequest, "StageOutput": StageOutput},
+    },
 }
 
 

@@ -112,7 +112,7 @@ class DiffusionStageEngine(StageEngine):
         self._executor.close()
 
     def cache_counts(self) -> dict[str, CacheCounts]:
-        return {"prompt": self._executor.prompt_cache_counts}
+        return {"prompt": self._executor.runner.prompt_cache.counts}
 
     def unbatched(self) -> list[str]:
         return self._executor.unbatched
@@ -120,10 +120,10 @@ class DiffusionStageEngine(StageEngine):
     def control(self, verb: Verb) -> Any:
         match verb:
             case AddLoRA():
-                self._executor.check_adapter(verb.lora_name, verb.lora_path)
+                self._executor.runner.check_adapter(verb.lora_name, verb.lora_path)
                 return True
             case ResetEncoderCache():
-                self._executor.forget_prompts()
+                self._executor.runner.prompt_cache.clear()
                 return None
             case Sleep():
                 self._sleep(verb.level)
@@ -158,7 +158,7 @@ class DiffusionStageEngine(StageEngine):
         return WeightFolder(self._model, self._config.revision)
 
     def _weight_bytes(self) -> int:
-        return self._executor.host_weight_bytes
+        return self._executor.runner.host_weight_bytes
 
     def _load_weights(self, folder: Path) -> Callable[[], None]:
         return self._executor.load_beside(str(folder))
@@ -285,7 +285,8 @@ class DiffusionStageEngine(StageEngine):
         params = request.diffusion.params
         params = msgspec.structs.replace(params, fps=params.fps or default_fps(self._info.pipeline_class))
         try:
-            tensors, data = encode_outputs(self._info.output_type, outputs, params, self._executor.sample_rate, sounds)
+            sample_rate = self._executor.runner.sample_rate
+            tensors, data = encode_outputs(self._info.output_type, outputs, params, sample_rate, sounds)
             tensors |= pack_trajectories([end.trajectory for end in ends if end.trajectory is not None])
             self._emit(request_id, tensors, data)
         except Exception as error:

@@ -216,8 +216,6 @@ class TranscriptionFunction(ModelFunction):
     def result(self, request: StageRequest, sources: Sources, output: torch.Tensor | None) -> dict[str, Any]:
         if output is None:
             return {"text": ""}
-        if not sources:
-            raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
         (source,) = sources.values()
         rate = self.opened.sample_rate
         parameters = convert(request.parameters, self.parameters)

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.media_apps import server_args
+from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -36,3 +37,9 @@ def realtime_llm(tiny_qwen3_omni_moe: Path) -> Iterator[AsyncOmniLLM]:
 def realtime_app(realtime_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
     args = server_args(tiny_qwen3_omni_moe, *TOOLS)
     return asyncio.run(build_omni_app(OmniEngineClient(realtime_llm), args))
+
+
+@pytest.fixture
+def level_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions find turns by their levels."""
+    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions without a pipeline: a chat handler that answers at once, and an ASR stage that measures levels."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ from vllm.exceptions import VLLMValidationError
 from tests.entrypoints.openai.small_apps import make_app
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.realtime.serving import ServingRealtime, router
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
@@ -43,7 +43,12 @@ class FakeChat:
 
     Attributes:
         requests: Those so far.
+        heard: Of each request the samples of its sounds, and its texts.
         answer: Makes the deltas of an answer of its messages. By default they repeat the last text.
+        error: What the next answer raises, once.
+        may_end: Whether answers go on after their first deltas.
+        num_begun, num_ended, num_complete: Answers of which the first delta was read; that have ended, aborted or not;
+            whose last delta was made.
         media: Reads images; set with the application.
     """
 
@@ -54,12 +59,13 @@ class FakeChat:
         config = SimpleNamespace(
             output_types=["text", "audio"], stage_args=stages, accepting_stage=lambda *types: object()
         )
+        processor = SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))
         self.client = SimpleNamespace(
             config=config,
             voices=Voices(["ann"], {}),
             has_renderer=True,
             stage=SimpleNamespace(transcription_prompt="Transcribe."),
-            renderer=SimpleNamespace(mm_processor=SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=MAX_PARTS))),
+            renderer=SimpleNamespace(mm_processor=processor, mm_processor_cache=None),
             check_admission=lambda: None,
             has_idle_room=lambda: True,
             model_config=SimpleNamespace(max_model_len=1024),
@@ -67,7 +73,11 @@ class FakeChat:
         )
         self.asr_stage = None if hears else FakeASRStage()
         self.requests: list[Any] = []
-        self.answer: Callable[[list[Any]], list[ChatDelta]] = repeat
+        self.heard: list[list[Any]] = []
+        self.answer: Callable[[list[Any]], Iterable[ChatDelta]] = repeat
+        self.error: Exception | None = None
+        self.may_end = True
+        self.num_begun = self.num_ended = self.num_complete = 0
 
     async def create_deltas(self, request: Any) -> AsyncGenerator[ChatDelta, None]:
         self.requests.append(request)
@@ -77,13 +87,26 @@ class FakeChat:
         sounds = [kept[part["audio_url"]["url"]]() for part in parts if part["type"] == "audio_url"]
         if any(len(samples) < MIN_AUDIO_SECONDS * rate for samples, rate in sounds):
             raise VLLMValidationError("a sound is too short")
+        self.heard.append(
+            [len(samples) for samples, _ in sounds] + [part["text"] for part in parts if part["type"] == "text"]
+        )
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
         return self._stream(self.answer(request.messages))
 
-    async def _stream(self, deltas: list[ChatDelta]) -> AsyncGenerator[ChatDelta, None]:
-        for delta in deltas:
-            yield delta
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        yield ChatDelta(finish_reason="stop", usage=usage)
+    async def _stream(self, deltas: Iterable[ChatDelta]) -> AsyncGenerator[ChatDelta, None]:
+        try:
+            for i, delta in enumerate(deltas):
+                yield delta
+                self.num_begun += not i
+                while not self.may_end:
+                    await asyncio.sleep(0.01)
+            usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+            self.num_complete += 1
+            yield ChatDelta(finish_reason="stop", usage=usage)
+        finally:
+            self.num_ended += 1
 
 
 def _parts_of(message: Mapping[str, Any]) -> list[Any]:
@@ -102,6 +125,6 @@ def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
     app = make_app(**{"allowed_local_media_path": "", "allowed_media_domains": None, **flags})
     app.include_router(router)
     app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
-    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, Sessions(app.state.args))  # type: ignore[arg-type]
+    app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, app.state.omni_sessions)  # type: ignore[arg-type]
     chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
     return app

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import openai
+import pytest
 from fastapi import FastAPI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
+from websockets.exceptions import InvalidStatus
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL
@@ -51,11 +53,32 @@ class Session:
         await self.connection.session.update(session={"type": "realtime", **session})
         return (await self.until("session.updated"))[-1].session
 
-    async def say(self, text: str) -> Any:
+    async def create(self, *content: Any) -> None:
+        """Sends a message of the user."""
+        item: Any = {"type": "message", "role": "user", "content": list(content)}
+        await self.connection.conversation.item.create(item=item)
+
+    async def add(self, *content: Any) -> Any:
         """A message of the user; its item."""
-        content: Any = [{"type": "input_text", "text": text}]
-        await self.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await self.create(*content)
         return (await self.until("conversation.item.done"))[-1].item
+
+    async def say(self, text: str) -> Any:
+        """The same of a text."""
+        return await self.add({"type": "input_text", "text": text})
+
+    async def retrieve(self, item_id: str) -> Any:
+        await self.connection.conversation.item.retrieve(item_id=item_id)
+        return (await self.until("conversation.item.retrieved"))[-1].item
+
+    async def delete(self, item_id: str) -> None:
+        await self.connection.conversation.item.delete(item_id=item_id)
+        await self.until("conversation.item.deleted")
+
+    async def truncate(self, item_id: str, audio_end_ms: int) -> None:
+        item = self.connection.conversation.item
+        await item.truncate(item_id=item_id, content_index=0, audio_end_ms=audio_end_ms)
+        await self.until("conversation.item.truncated")
 
     async def speak(self, samples: np.ndarray) -> Any:
         """A turn of sound, int16 `[n]`; its item."""
@@ -89,6 +112,21 @@ async def opened(
         yield session
 
 
+async def refusal(url: str, **options: Any) -> tuple[int, bytes]:
+    """The status and the body of the answer to a client that gets no session."""
+    with pytest.raises(InvalidStatus) as caught:
+        async with opened(url, **options):
+            pass
+    answer = caught.value.response
+    return answer.status_code, answer.body or b""
+
+
+def visit(app: FastAPI, main: Callable[[str], Awaitable[Result]], **options: Any) -> Result:
+    """Runs `main` with the address of a server of the application. `options` are uvicorn's."""
+    with over_http(app, **options) as url:
+        return asyncio.run(main(url))  # type: ignore[arg-type]
+
+
 def converse(app: FastAPI, main: Callable[[Session], Awaitable[Result]], **options: Any) -> Result:
     """Runs `main` with a session of the application."""
 
@@ -96,8 +134,7 @@ def converse(app: FastAPI, main: Callable[[Session], Awaitable[Result]], **optio
         async with opened(url, **options) as session:
             return await main(session)
 
-    with over_http(app) as url:
-        return asyncio.run(run(url))
+    return visit(app, run)
 
 
 def types_of(events: list[Any]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
-from tests.entrypoints.openai.realtime.level_detector import LevelDetector, PausingDetector
+from tests.entrypoints.openai.realtime.level_detector import PausingDetector
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.openai.realtime.test_turns import IDLE, SILENCE, needs_vad, send
 from tests.entrypoints.openai.small_apps import send as send_request
@@ -76,28 +76,36 @@ def num_transcribed(llm: AsyncOmniLLM) -> int:
 
 
 def text_of(events: list[Any]) -> str:
-    (item,) = events[-1].response.output
-    return item.content[0].transcript
+    part = events[-1].response.output[0].content[0]
+    return part.transcript if part.type == "output_audio" else part.text
+
+
+def written(server: FakeServer, *texts: str, **settings: Any) -> list[list[Any]]:
+    """The events of the response to each message of a session of texts."""
+
+    async def main(session: Session) -> list[list[Any]]:
+        await session.configure(**settings)
+        answers = []
+        for text in texts:
+            await session.say(text)
+            answers.append(await session.respond())
+        return answers
+
+    return converse(server.app, main, model="fake")
 
 
 def test_a_turn_of_sound_is_its_text(server: FakeServer, llm: AsyncOmniLLM) -> None:
-    async def speak(session: Session) -> tuple[list[Any], list[Any]]:
-        await session.speak(level(0.5))
-        first = await session.respond()
-        await session.speak(level(0.3))
-        return first, await session.respond()
-
-    async def write(session: Session) -> tuple[list[Any], list[Any]]:
-        await session.say("It is 0.5.")
-        first = await session.respond()
-        await session.say("It is 0.3.")
-        return first, await session.respond()
+    async def speak(session: Session) -> list[list[Any]]:
+        answers = []
+        for value in (0.5, 0.3):
+            await session.speak(level(value))
+            answers.append(await session.respond())
+        return answers
 
     before = num_transcribed(llm)
     spoken = converse(server.app, speak, model="fake")
     assert num_transcribed(llm) == before + 2, "the first turn is not transcribed again for the second response"
-    written = converse(server.app, write, model="fake")
-    for heard, read in zip(spoken, written, strict=True):
+    for heard, read in zip(spoken, written(server, "It is 0.5.", "It is 0.3."), strict=True):
         assert heard[-1].response.status == read[-1].response.status == "incomplete", "at the limit of tokens"
         assert text_of(heard) == text_of(read)
         assert heard[-1].response.usage.input_tokens == read[-1].response.usage.input_tokens
@@ -110,8 +118,7 @@ def test_the_client_gets_the_transcript(server: FakeServer, llm: AsyncOmniLLM) -
         item = await session.speak(level(0.7))
         events = await session.until(f"{TRANSCRIPTION}.completed")
         answer = await session.respond()
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        return events, answer, (await session.until("conversation.item.retrieved"))[-1].item
+        return events, answer, await session.retrieve(item.id)
 
     before = num_transcribed(llm)
     events, answer, item = converse(server.app, main, model="fake")
@@ -123,29 +130,24 @@ def test_the_client_gets_the_transcript(server: FakeServer, llm: AsyncOmniLLM) -
 
 
 def test_a_turn_is_transcribed_with_the_settings_at_its_time(server: FakeServer, llm: AsyncOmniLLM) -> None:
-    async def configure(session: Session, **settings: Any) -> None:
-        await session.configure(audio={"input": {"transcription": settings, "turn_detection": None}})
-
-    async def speak(session: Session) -> tuple[list[str], list[Any]]:
-        heard = []
+    async def speak(session: Session) -> tuple[list[str], list[list[Any]]]:
+        heard, answers = [], []
         for value, language in ((0.2, "de"), (0.4, "en")):
-            await configure(session, language=language, prompt="a parameter that this stage does not have")
+            settings = {"language": language, "prompt": "a parameter that this stage does not have"}
+            await session.configure(audio={"input": {"transcription": settings, "turn_detection": None}})
             await session.speak(level(value))
             heard.append((await session.until(f"{TRANSCRIPTION}.completed"))[-1].transcript)
-        return heard, await session.respond()
-
-    async def write(session: Session) -> list[Any]:
-        await session.say("Es ist 0.2.")
-        await session.say("It is 0.4.")
-        return await session.respond()
+            answers.append(await session.respond())
+        return heard, answers
 
     before = num_transcribed(llm)
     heard, spoken = converse(server.app, speak, model="fake")
     assert heard == ["Es ist 0.2.", "It is 0.4."]
     assert num_transcribed(llm) == before + 2, "the model reads what the client gets"
-    written = converse(server.app, write, model="fake")
-    assert text_of(spoken) == text_of(written)
-    assert spoken[-1].response.usage.input_tokens == written[-1].response.usage.input_tokens
+    expected = written(server, "Es ist 0.2.", "It is 0.4.")
+    assert [text_of(events) for events in spoken] == [text_of(events) for events in expected]
+    tokens = [[events[-1].response.usage.input_tokens for events in each] for each in (spoken, expected)]
+    assert tokens[0] == tokens[1]
 
 
 def test_a_setting_that_the_stage_refuses_is_named(server: FakeServer) -> None:
@@ -165,16 +167,15 @@ def test_a_setting_that_the_stage_refuses_is_named(server: FakeServer) -> None:
 def test_a_turn_without_words_is_an_empty_text(server: FakeServer) -> None:
     """In its response and in those after it."""
 
-    async def converse_about(session: Session, *turns: Any) -> list[str]:
+    async def speak(session: Session) -> list[str]:
         texts = []
-        for turn in turns:
-            await (session.say(turn) if isinstance(turn, str) else session.speak(turn))
+        for value in (0, 0.5):
+            await session.speak(level(value))
             texts.append(text_of(await session.respond()))
         return texts
 
-    spoken = converse(server.app, lambda session: converse_about(session, level(0), level(0.5)), model="fake")
-    written = converse(server.app, lambda session: converse_about(session, "", "It is 0.5."), model="fake")
-    assert spoken == written
+    expected = [text_of(events) for events in written(server, "", "It is 0.5.")]
+    assert converse(server.app, speak, model="fake") == expected
 
 
 def test_a_sound_without_words_is_an_empty_text_of_a_chat(server: FakeServer) -> None:
@@ -190,29 +191,6 @@ def test_a_sound_without_words_is_an_empty_text_of_a_chat(server: FakeServer) ->
 COUGH = level(0.01)
 SPEECH = level(0.5)
 PAUSE = np.zeros(2400, np.int16)
-
-
-def test_a_cough_is_not_answered(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn that follows is; a client that asks for a response itself has it."""
-    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
-    hearing = {"transcription": {"model": "any"}, "turn_detection": {"type": "server_vad"}}
-
-    async def main(session: Session) -> None:
-        await session.configure(audio={"input": hearing}, output_modalities=["text"])
-        await send(session, np.concatenate([COUGH, PAUSE]))
-        events = await session.until(f"{TRANSCRIPTION}.completed")
-        assert events[-1].transcript == ""
-        await send(session, np.concatenate([SPEECH, PAUSE]))
-        events += await session.until("response.done")
-        assert types_of(events).count("response.created") == 1
-        assert events[-1].response.status == "incomplete", "at the limit of tokens"
-        assert events[-1].response.output[0].content[0].text
-        await send(session, np.concatenate([COUGH, PAUSE]))
-        await session.until("input_audio_buffer.committed")
-        await session.connection.response.create()
-        await session.until("response.done")
-
-    converse(server.app, main, model="fake", manual=False)
 
 
 def test_a_turn_is_transcribed_from_its_pause_on(
@@ -244,8 +222,8 @@ async def hear_nothing(session: Session) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
+@pytest.mark.usefixtures("level_detector")
+def test_silence_after_a_cough_is_measured(server: FakeServer) -> None:
     hearing = {"transcription": {"model": "any"}, "turn_detection": IDLE}
 
     async def main(session: Session) -> None:
@@ -260,9 +238,9 @@ def test_silence_after_a_cough_is_measured(server: FakeServer, monkeypatch: pyte
     converse(server.app, main, model="fake", manual=False)
 
 
-def test_a_session_hears_after_its_limit_of_sound(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("level_detector")
+def test_a_session_hears_after_its_limit_of_sound(server: FakeServer) -> None:
     """Of earlier turns the text is left."""
-    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
     values = (0.2, 0.3, 0.4, 0.5)
 
     async def speak(session: Session) -> tuple[list[str], Any]:
@@ -272,29 +250,21 @@ def test_a_session_hears_after_its_limit_of_sound(server: FakeServer, monkeypatc
             await send(session, np.concatenate([level(value), PAUSE]))
             responses.append((await session.until("response.done"))[-1].response)
         first = next(event.item for event in session.events if event.type == "conversation.item.added")
-        await session.connection.conversation.item.retrieve(item_id=first.id)
-        kept = (await session.until("conversation.item.retrieved"))[-1].item
+        kept = await session.retrieve(first.id)
         return [response.output[0].content[0].text for response in responses], kept.content[0].audio
-
-    async def write(session: Session) -> list[str]:
-        await session.configure(output_modalities=["text"])
-        texts = []
-        for value in values:
-            await session.say(f"It is {value}.")
-            texts.append((await session.respond())[-1].response.output[0].content[0].text)
-        return texts
 
     app = FakeServer(server.client.llm, "--max-realtime-audio-s=1").app
     heard, kept = converse(app, speak, model="fake", manual=False)
     assert kept == ""
-    assert heard == converse(server.app, write, model="fake")
+    expected = written(server, *(f"It is {value}." for value in values), output_modalities=["text"])
+    assert heard == [text_of(events) for events in expected]
 
 
+@pytest.mark.usefixtures("level_detector")
 def test_a_response_that_waits_for_words_is_cancelled_without_a_trace(
     server: FakeServer, llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By speech, and by the client, to which nothing is active yet."""
-    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
     heard = asyncio.Event()
     transcript = ASRStage.transcript
 
@@ -336,16 +306,8 @@ def test_silence_after_an_answer_has_no_words(server: FakeServer, llm: AsyncOmni
         await session.say("Still there.")
         return done[0].transcript, await session.respond()
 
-    async def write(session: Session) -> list[Any]:
-        await session.configure(output_modalities=["text"])
-        for text in ("Hello.", "", "Still there."):
-            await session.say(text)
-            events = await session.respond()
-        return events
-
     before = num_transcribed(llm)
     transcript, silent = converse(server.app, stay_silent, model="fake", manual=False)
     assert transcript == "" and num_transcribed(llm) == before
-    written = converse(server.app, write, model="fake")
-    texts = [events[-1].response.output[0].content[0].text for events in (silent, written)]
-    assert texts[0] == texts[1] != ""
+    expected = written(server, "Hello.", "", "Still there.", output_modalities=["text"])
+    assert text_of(silent) == text_of(expected[-1]) != ""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Items as chat messages, their order, and speech that was cut."""
 
-import asyncio
 import base64
 import io
-from collections.abc import AsyncGenerator
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,27 +12,25 @@ import pytest
 import soundfile
 from vllm import envs
 
+from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
+from tests.entrypoints.openai.realtime.sessions import Session, converse
 from vllm_omni.entrypoints.openai.media_input import CONNECTOR_NAME
 from vllm_omni.entrypoints.openai.realtime import protocol
-from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS, InputBuffer, Sound
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
-    Sound,
+    Picture,
+    Speech,
     read_item,
     spoken_length,
     to_messages,
 )
-from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
-from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError
-from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
-from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 
 PCM = FORMATS["audio/pcm"]
+EIGHT = "one two three four five six seven eight"
 
 
 def item(sound_format: Any = PCM, **fields: Any) -> Item:
@@ -46,7 +43,7 @@ def message(role: str, *content: dict[str, Any], **fields: Any) -> Item:
 
 def spoken(text: str, sent_ms: float, made_ms: float) -> Item:
     made = message("assistant", {"type": "output_audio", "transcript": text})
-    made.sent_ms, made.made_ms, made.text_length = sent_ms, made_ms, spoken_length(text)
+    made.speech = Speech(made_ms=made_ms, text_length=spoken_length(text), is_made=True, sent_ms=sent_ms)
     return made
 
 
@@ -70,6 +67,8 @@ def test_items_are_messages() -> None:
     assert heard["audio_url"]["url"] == user.sounds[0].address
     np.testing.assert_array_equal(user.sounds[0].samples, np.arange(800))
     assert seen == {"type": "image_url", "image_url": {"url": image}}
+    user.pictures[1] = Picture(image)
+    assert to_messages("", [user])[0]["content"][1]["uuid"] == user.pictures[1].address
     assert "audio" not in user.data["content"][0] and user.with_sound()["content"][0]["audio"] == sound
 
 
@@ -107,24 +106,28 @@ def test_the_order_of_items() -> None:
 
 
 def test_speech_is_cut_where_it_was_not_played() -> None:
-    text = "one two three four five six seven eight"
-    half = spoken(text, sent_ms=4000, made_ms=4000)
+    half = spoken(EIGHT, sent_ms=4000, made_ms=4000)
     half.truncate(0, 2000)
     assert half.content[0]["transcript"] == "one two three four"
     half.truncate(0, 0)
     assert half.content[0]["transcript"] == ""
     # The model had made more than was sent.
-    cancelled = spoken(text, sent_ms=1000, made_ms=4000)
+    cancelled = spoken(EIGHT, sent_ms=1000, made_ms=4000)
     cancelled.truncate(0, 1000)
     assert cancelled.content[0]["transcript"] == "one two"
-    whole = spoken(text, sent_ms=4000, made_ms=4000)
+    whole = spoken(EIGHT, sent_ms=4000, made_ms=4000)
     whole.truncate(0, 4000)
-    assert whole.content[0]["transcript"] == text
-    for index, end in ((0, 4001), (0, -1), (1, 100)):
-        with pytest.raises(EventError):
-            whole.truncate(index, end)
-    with pytest.raises(EventError, match="only speech"):
-        message("assistant", {"type": "output_text", "text": "a"}).truncate(0, 0)
+    assert whole.content[0]["transcript"] == EIGHT
+    written = message("assistant", {"type": "output_text", "text": "a"})
+    for each, index, end, param in (
+        (whole, 0, 4001, "audio_end_ms"),
+        (whole, 0, -1, "audio_end_ms"),
+        (whole, 1, 100, "content_index"),
+        (written, 0, 0, "content_index"),
+    ):
+        with pytest.raises(EventError) as caught:
+            each.truncate(index, end)
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -164,46 +167,32 @@ def test_the_input_buffer() -> None:
     sound = buffer.take()
     np.testing.assert_array_equal(sound.samples, np.arange(6800, 8000))
     assert buffer.seconds == 0 and buffer.end_ms == 1000 and sound.seconds == 0.15
+    data = PCM.encode(np.zeros(8000, np.int16))
+    num_references = sys.getrefcount(data)
+    buffer.append(data)
+    buffer.keep_last(100)
+    assert buffer.seconds == 0.1 and sys.getrefcount(data) == num_references, "what was dropped is not held"
 
 
-def test_speech_that_is_being_made_is_as_long_as_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_made", "heard"), [(False, "one two"), (True, EIGHT)], ids=["being made", "made"])
+def test_speech_that_is_being_made_is_as_long_as_its_text(is_made: bool, heard: str) -> None:
     """Else an answer that is interrupted where speech is made slowly would be remembered whole."""
-    text, half_second = "one two three four five six seven eight", np.zeros(12_000, np.float32)
+    chat = FakeChat()
+    chat.answer = lambda messages: [ChatDelta(text=EIGHT, speech=np.zeros(12_000, np.float32))]
+    chat.may_end = is_made
 
-    async def main() -> None:
-        goes_on, waits = asyncio.Event(), asyncio.Event()
+    async def main(session: Session) -> str:
+        await session.connection.response.create()
+        while sum(event.type == "response.output_audio.delta" for event in session.events) < 3:  # 500 ms
+            await session.next()
+        if not is_made:
+            await session.connection.response.cancel()
+        (item,) = (await session.until("response.done"))[-1].response.output
+        await session.truncate(item.id, 500)
+        transcript: str = (await session.retrieve(item.id)).content[0].transcript
+        return transcript
 
-        async def deltas_of(*_: Any) -> AsyncGenerator[ChatDelta, None]:
-            yield ChatDelta(text=text)
-            for _ in range(2):
-                yield ChatDelta(speech=half_second)
-                waits.set()
-                await goes_on.wait()
-
-        async def send(*_: Any, **__: Any) -> None: ...
-
-        monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.response.deltas_of", deltas_of)
-        handler: Any = SimpleNamespace(asr_stage=None)
-        budget = SessionBudget(RealtimeLimits())
-        session = SessionContext(
-            send=send, chat=handler, client=RequestContext(), sample_rate=24_000, lead_s=10.0, budget=budget
-        )
-        settings = {
-            "model": "m", "instructions": "", "output_modalities": ["audio"], "tools": [], "max_output_tokens": "inf",
-            "audio": {"output": {"format": {"type": "audio/pcm"}, "voice": "marin", "speed": 1.0}},
-        }  # fmt: skip
-        response = Response(session, settings, [message("user", {"type": "input_text", "text": "count"})], None, None)
-        task = response.start()
-        await waits.wait()
-        while not response._outputs:
-            await asyncio.sleep(0)
-        (output,) = response._outputs
-        assert output.item.text_length == len(text) and 2000 < output.item.made_ms < 4000
-        goes_on.set()
-        await task
-        assert output.item.made_ms == 1000
-
-    asyncio.run(main())
+    assert converse(session_app(chat), main, model=MODEL) == heard
 
 
 @pytest.mark.parametrize(("connector", "start"), [(CONNECTOR_NAME, "sound:"), ("http", "data:audio/wav;base64,")])

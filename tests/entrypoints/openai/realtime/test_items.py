@@ -10,7 +10,6 @@ import pytest
 
 from tests.entrypoints.openai.media_apps import png
 from tests.entrypoints.openai.realtime.fake_chat import MAX_PARTS, MODEL, TONE, FakeChat, session_app
-from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from tests.entrypoints.openai.realtime.sessions import Session, converse
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 
@@ -18,17 +17,8 @@ PICTURE = "data:image/png;base64," + base64.b64encode(png(8, 8)).decode()
 SOUND = np.arange(4800, dtype="<i2").tobytes()
 
 
-def user(*content: Any) -> Any:
-    return {"type": "message", "role": "user", "content": list(content)}
-
-
 def image(url: str) -> Any:
     return {"type": "input_image", "image_url": url}
-
-
-async def create(session: Session, *content: Any) -> Any:
-    await session.connection.conversation.item.create(item=user(*content))
-    return (await session.until("conversation.item.done"))[-1].item
 
 
 async def sound_of(session: Session, item: Any) -> bytes:
@@ -43,12 +33,13 @@ async def sound_of(session: Session, item: Any) -> bytes:
 )
 def test_a_broken_picture_is_refused(url: str) -> None:
     async def main(session: Session) -> None:
-        await session.connection.conversation.item.create(item=user({"type": "input_text", "text": "a"}, image(url)))
+        await session.create({"type": "input_text", "text": "a"}, image(url))
         error = await session.error()
         assert error.param == "item.content[1].image_url" and error.type == "invalid_request_error"
-        await session.connection.response.create(response={"input": [user(image(url))]})
+        own: Any = [{"type": "message", "role": "user", "content": [image(url)]}]
+        await session.connection.response.create(response={"input": own})
         assert (await session.error()).param == "response.input[0].content[0].image_url"
-        await create(session, image(PICTURE), {"type": "input_text", "text": "What is it?"})
+        await session.add(image(PICTURE), {"type": "input_text", "text": "What is it?"})
         (item,) = (await session.respond())[-1].response.output
         assert "What is it?" in item.content[0].transcript
 
@@ -61,15 +52,15 @@ def test_a_picture_is_fetched_once(tmp_path: Path) -> None:
     file.write_bytes(picture := png(8, 8))
 
     async def main(session: Session) -> None:
-        item = await create(session, image(file.as_uri()))
+        item = await session.add(image(file.as_uri()))
         assert item.content[0].image_url == file.as_uri()
         file.unlink()
         for _ in range(2):
             assert (await session.respond())[-1].response.status == "completed"
-        await session.connection.conversation.item.create(item=user(image(file.as_uri())))
+        await session.create(image(file.as_uri()))
         assert "no such file" in (await session.error()).message
         file.write_bytes(picture + bytes(1000))
-        await session.connection.conversation.item.create(item=user(image(file.as_uri())))
+        await session.create(image(file.as_uri()))
         assert "--max-realtime-text-bytes" in (await session.error()).message, "what is kept is counted"
         assert (await session.respond())[-1].response.status == "completed"
 
@@ -80,13 +71,12 @@ def test_a_picture_is_fetched_once(tmp_path: Path) -> None:
 def test_more_pictures_than_the_model_reads() -> None:
     async def main(session: Session) -> None:
         await session.configure(truncation="disabled")
-        items = [await create(session, image(PICTURE)) for _ in range(MAX_PARTS["image"])]
-        await session.connection.conversation.item.create(item=user(image(PICTURE)))
+        items = [await session.add(image(PICTURE)) for _ in range(MAX_PARTS["image"])]
+        await session.create(image(PICTURE))
         assert "reads 2 images at once" in (await session.error()).message
         assert (await session.respond())[-1].response.status == "completed"
-        await session.connection.conversation.item.delete(item_id=items[0].id)
-        await session.until("conversation.item.deleted")
-        await create(session, image(PICTURE))
+        await session.delete(items[0].id)
+        await session.add(image(PICTURE))
         assert (await session.respond())[-1].response.status == "completed"
 
     converse(session_app(FakeChat()), main, model=MODEL)
@@ -95,10 +85,10 @@ def test_more_pictures_than_the_model_reads() -> None:
 def test_a_sound_too_short_to_be_heard_is_refused() -> None:
     async def main(session: Session) -> None:
         audio = base64.b64encode(SOUND[:48]).decode()
-        await session.connection.conversation.item.create(item=user({"type": "input_audio", "audio": audio}))
+        await session.create({"type": "input_audio", "audio": audio})
         error = await session.error()
         assert error.param == "item.content[0].audio" and "1 ms of sound" in error.message
-        await create(session, {"type": "input_audio", "audio": base64.b64encode(SOUND).decode()})
+        await session.add({"type": "input_audio", "audio": base64.b64encode(SOUND).decode()})
         assert (await session.respond())[-1].response.status == "completed"
 
     converse(session_app(FakeChat()), main, model=MODEL)
@@ -133,15 +123,15 @@ def test_base64_is_read_as_in_a_chat(write: Any) -> None:
         await session.connection.input_audio_buffer.append(audio=write(data))
         await session.connection.input_audio_buffer.commit()
         items = [(await session.until("conversation.item.done"))[-1].item]
-        items.append(await create(session, {"type": "input_audio", "audio": write(data)}))
+        items.append(await session.add({"type": "input_audio", "audio": write(data)}))
         assert [await sound_of(session, item) for item in items] == [data, data]
 
     converse(session_app(FakeChat()), main, model=MODEL)
 
 
-def test_an_error_of_a_turn_leaves_the_others_of_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("level_detector")
+def test_an_error_of_a_turn_leaves_the_others_of_its_frame() -> None:
     """The first turn is still answered when the second and third end, which may not interrupt it."""
-    monkeypatch.setattr("vllm_omni.entrypoints.openai.realtime.session.TurnDetector", LevelDetector)
     chat = FakeChat(hears=True)
     chat.answer = lambda messages: [ChatDelta(text="It takes long."), *[ChatDelta(speech=TONE)] * 600]
     turn = np.repeat(np.array([1000, 0], "<i2"), 4800)

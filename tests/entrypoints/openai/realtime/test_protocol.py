@@ -63,7 +63,7 @@ def test_errors_name_the_field(event: dict[str, Any], param: str, words: str) ->
         read(**{"event_id": "mine", **event})
     error = caught.value.as_dict()
     assert error["param"] == param and words in error["message"], error
-    assert error["event_id"] == (None if param == "event_id" else "mine")
+    assert caught.value.event_id == (None if param == "event_id" else "mine")
     assert error["type"] == "invalid_request_error" and error["code"]
 
 

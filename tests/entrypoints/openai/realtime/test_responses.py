@@ -5,6 +5,7 @@ import asyncio
 import base64
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.int16_sound import assert_sounds_like
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use, with_flags
 from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS, TOOLS
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
@@ -25,6 +25,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
+from vllm_omni.entrypoints.openai.media_input import OmniMediaConnector
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.testing.media import make_audio
 
@@ -223,8 +224,7 @@ def test_a_response_out_of_band(realtime_app: FastAPI) -> None:
         events = await session.until("response.done") + await session.until("response.done")
         done = [event.response for event in events if event.type == "response.done"]
         added = [event.item.id for event in events if event.type == "conversation.item.added"]
-        await session.connection.conversation.item.delete(item_id=added[0])
-        await session.until("conversation.item.deleted")
+        await session.delete(added[0])
         await session.say("And now?")
         return done, added, (await session.respond(output_modalities=["text"]))[-1].response
 
@@ -246,10 +246,8 @@ def test_a_response_is_cancelled(realtime_app: FastAPI, realtime_llm: AsyncOmniL
         await session.connection.response.cancel()
         events = await session.until("response.done")
         await wait_until_idle(realtime_llm)
-        await session.connection.conversation.item.truncate(item_id=event.item_id, content_index=0, audio_end_ms=0)
-        await session.until("conversation.item.truncated")
-        await session.connection.conversation.item.retrieve(item_id=event.item_id)
-        item = (await session.until("conversation.item.retrieved"))[-1].item
+        await session.truncate(event.item_id, 0)
+        item = await session.retrieve(event.item_id)
         again = await session.respond(output_modalities=["text"])
         return events, item, again
 
@@ -367,8 +365,7 @@ def test_a_prompt_that_is_too_long_fails_its_response(realtime_app: FastAPI) -> 
         failed = (await session.respond())[-1].response
         assert failed.status == "failed" and failed.output == []
         assert failed.status_details.error.code == "400" and "1024" in failed.status_details.error.message
-        await session.connection.conversation.item.delete(item_id=item.id)
-        await session.until("conversation.item.deleted")
+        await session.delete(item.id)
         await session.say(QUESTION)
         assert (await session.respond(output_modalities=["text"]))[-1].response.output
 
@@ -400,9 +397,7 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
         settings = await session.configure(audio={"input": {"format": {"type": kind}}}, output_modalities=["text"])
         assert settings.audio.input.format.type == kind
         item = await session.speak(np.frombuffer(sent, np.uint8))
-        response = (await session.respond())[-1].response
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        return response, (await session.until("conversation.item.retrieved"))[-1].item
+        return (await session.respond())[-1].response, await session.retrieve(item.id)
 
     response, item = converse(realtime_app, main)
     np.testing.assert_array_equal(g711.decode(base64.b64decode(item.content[0].audio)), g711.decode(sent))
@@ -416,17 +411,13 @@ def test_the_sound_of_a_telephone(realtime_app: FastAPI, kind: str) -> None:
 USER: Any = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
 
 
-@pytest.mark.parametrize("is_fetched", [False, True])
-def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_fetched: bool) -> None:
+def test_an_image_that_was_fetched(realtime_app: FastAPI, tmp_path: Path) -> None:
     image = "data:image/png;base64," + base64.b64encode(png(56, 56)).decode()
     (tmp_path / "a.png").write_bytes(png(56, 56))
-    url = (tmp_path / "a.png").as_uri() if is_fetched else image
+    url = (tmp_path / "a.png").as_uri()
 
     async def main(session: Session) -> Any:
-        content: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
-        item: Any = {"type": "message", "role": "user", "content": content}
-        await session.connection.conversation.item.create(item=item)
-        await session.until("conversation.item.done")
+        await session.add({"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION})
         return (await session.respond(output_modalities=["text"]))[-1].response
 
     response = converse(with_flags(realtime_app, f"--allowed-local-media-path={tmp_path}"), main)
@@ -434,6 +425,54 @@ def test_an_image_in_the_conversation(realtime_app: FastAPI, tmp_path: Path, is_
     expected = chat(realtime_app, [{"role": "user", "content": content}])
     assert response.output[0].content[0].text == expected.choices[0].message.content
     assert response.usage.input_token_details.image_tokens > 0
+
+
+def test_a_history_is_decoded_once(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sounds and pictures: responses read what the model's processor has kept of them, and decode them again only
+    if it is dropped, also just before it is read. All answers are those of chats."""
+    cache = realtime_app.state.engine_client.renderer.mm_processor_cache
+    load = OmniMediaConnector.load_from_url_async
+    decoded: list[str] = []
+    is_dropped = False
+
+    async def noted(connector: OmniMediaConnector, url: str, *args: Any, **options: Any) -> Any:
+        loaded = await load(connector, url, *args, **options)
+        if loaded is not None:
+            decoded.append(url[:6])
+        elif is_dropped and url.startswith("image:"):  # The last of them.
+            cache.clear_cache()
+        return loaded
+
+    monkeypatch.setattr(OmniMediaConnector, "load_from_url_async", noted)
+    picture = "data:image/png;base64," + base64.b64encode(png(56, 56)).decode()
+
+    async def main(session: Session) -> list[Any]:
+        nonlocal is_dropped
+        await session.configure(output_modalities=["text"])
+        await session.speak(SOUND)
+        await session.add({"type": "input_image", "image_url": picture})
+        assert decoded == ["data:i"], "it can be read"
+        responses = []
+        for text, expected in (("", 1), ("And now?", 1), ("And then?", 2)):
+            is_dropped = expected > 1
+            if text:
+                await session.say(text)
+            responses.append((await session.respond(max_output_tokens=5))[-1].response)
+            assert Counter(decoded[1:]) == {"sound:": expected, "image:": expected}
+        return responses
+
+    responses = converse(realtime_app, main)
+    monkeypatch.undo()
+    uri = as_uri(encode_audio(SOUND.astype(np.float32) / 32768, "wav", 24000))
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture}}]},
+    ]
+    for response, text in zip(responses, ("And now?", "And then?", ""), strict=True):
+        expected = chat(realtime_app, messages, max_tokens=5)
+        assert response.output[0].content[0].text == expected.choices[0].message.content != ""
+        assert response.usage.input_tokens == expected.usage.prompt_tokens
+        messages += [{"role": "assistant", "content": response.output[0].content[0].text}, sea(text)]
 
 
 @pytest.mark.slow
@@ -450,8 +489,7 @@ def test_transcription_by_the_model(realtime_app: FastAPI) -> None:
         done = events[-1]
         assert done.transcript == text != "" and done.item_id == item.id and done.usage.output_tokens == NUM_TOKENS
         assert "".join(event.delta for event in events[:-1]) == text
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        content = (await session.until("conversation.item.retrieved"))[-1].item.content[0]
+        content = (await session.retrieve(item.id)).content[0]
         assert content.transcript == text and base64.b64decode(content.audio) == SOUND.tobytes()
 
     text = use(realtime_app, expected)
@@ -471,16 +509,3 @@ def test_a_turn_finds_the_cache_of_those_before(realtime_app: FastAPI) -> None:
     first, second = converse(realtime_app, main)
     assert first.input_token_details.cached_tokens == 0
     assert 0 < second.input_token_details.cached_tokens <= first.input_tokens + first.output_tokens
-
-
-def test_the_synchronous_client(realtime_app: FastAPI) -> None:
-    with over_http(realtime_app) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-        with client.realtime.connect(model=MODEL) as connection:
-            assert connection.recv().type == "session.created"
-            connection.conversation.item.create(item={"type": "message", **USER})
-            connection.response.create(response={"output_modalities": ["text"]})
-            for event in connection:
-                if event.type == "response.done":
-                    assert event.response.output
-                    break

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,8 @@ import websockets
 
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.realtime.fake_chat import MODEL, FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import opened
+from tests.entrypoints.openai.realtime.sessions import opened, visit
 from vllm_omni.entrypoints.openai.http_protocol import web_socket_protocol
-from vllm_omni.entrypoints.openai.realtime import response as response_module
-from vllm_omni.entrypoints.openai.realtime.conversation import Item
-from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
-from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
-from vllm_omni.entrypoints.openai.request_context import RequestContext
-from vllm_omni.entrypoints.openai.server_args import RealtimeLimits
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta
 
 LONG_TEXT = "x" * (1 << 20)
@@ -72,8 +65,7 @@ def test_a_session_whose_client_does_not_read_ends(event: dict[str, Any], watch_
                 await asyncio.sleep(0.02)  # There is no event for it.
         silent.transport.abort()
 
-    with over_http(app, ws=web_socket_protocol(watch_s)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(watch_s))
 
 
 @contextmanager
@@ -165,49 +157,38 @@ def test_a_client_that_reads_late_gets_everything() -> None:
             types.append(json.loads(await client.recv())["type"])
         await client.close()
 
-    with over_http(app, ws=web_socket_protocol(60)) as url:
-        asyncio.run(main(url))
+    visit(app, main, ws=web_socket_protocol(60))
 
 
-def test_an_answer_that_is_not_sent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it keeps its request, and its slot, open; nothing of it is lost."""
-    piece, num_pieces = "x" * (MAX_UNSENT_BYTES // 8), 100
-    num_read = 0
+def test_a_long_story_waits_for_a_client_that_reads_nothing() -> None:
+    """So it keeps its request, and its slot, open; what waits is counted, and nothing of it is lost."""
+    piece, num_pieces, num_read = "x" * (MAX_UNSENT_BYTES // 8), 100, 0
 
-    async def deltas_of(*_: Any) -> AsyncGenerator[ChatDelta, None]:
+    def answer(messages: list[Any]) -> Iterator[ChatDelta]:
         nonlocal num_read
         for _ in range(num_pieces):
             num_read += 1
             yield ChatDelta(text=piece)
 
-    monkeypatch.setattr(response_module, "deltas_of", deltas_of)
+    chat = FakeChat()
+    chat.answer = answer
+    app = session_app(chat, send_timeout_s=60)
 
-    async def main() -> None:
-        reads, texts = asyncio.Event(), []
+    async def main(url: str) -> None:
+        client = await connect(url)
+        story: Any = {"output_modalities": ["text"], "conversation": "none", "input": []}
+        await client.send(json.dumps({"type": "response.create", "response": story}))
+        while num_read < 8:
+            await asyncio.sleep(0.01)
+        chat.answer = lambda messages: [ChatDelta(text="Yes.")]
+        async with opened(url, model=MODEL) as other:  # The server's loop turns.
+            await other.say("Hello")
+            assert (await other.respond())[-1].response.output
+        assert num_read <= 20 and app.state.omni_sessions.budget.num_bytes > 2 * MAX_UNSENT_BYTES
+        text = ""
+        while (event := json.loads(await client.recv()))["type"] != "response.done":
+            text += event.get("delta", "")
+        assert text == piece * num_pieces
+        await client.close()
 
-        async def send(event_type: str, **fields: Any) -> None:
-            if event_type == "response.output_text.delta":
-                await reads.wait()
-                texts.append(fields["delta"])
-
-        chat: Any = FakeChat(hears=True)
-        budget = SessionBudget(RealtimeLimits())
-        session = SessionContext(
-            send=send, chat=chat, client=RequestContext(), sample_rate=24_000, lead_s=10.0, budget=budget
-        )
-        output = {"format": {"type": "audio/pcm"}, "voice": "ann", "speed": 1.0}
-        settings = {
-            "model": "m", "instructions": "", "output_modalities": ["text"], "tools": [], "max_output_tokens": "inf",
-            "audio": {"output": output},
-        }  # fmt: skip
-        item = Item({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]})
-        task = Response(session, settings, [item], None, None).start()
-        for _ in range(10 * num_pieces):
-            await asyncio.sleep(0)
-        assert num_read <= 10
-        assert budget.num_bytes > 2 * MAX_UNSENT_BYTES, "what waits is counted"
-        reads.set()
-        await task
-        assert texts == [piece] * num_pieces
-
-    asyncio.run(main())
+    visit(app, main, ws=web_socket_protocol(60))

@@ -11,26 +11,20 @@ import pytest
 from fastapi import FastAPI
 from vllm.exceptions import VLLMValidationError
 
-from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import png, with_flags
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
-from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of, visit
+from tests.entrypoints.openai.realtime.test_conversation import item
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
-from vllm_omni.entrypoints.openai.realtime import protocol
 from vllm_omni.entrypoints.openai.realtime import session as session_module
-from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.entrypoints.openai.realtime.config import PromptLimits
-from vllm_omni.entrypoints.openai.realtime.conversation import Item, read_item
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 
 GROUP = "app"
 SPEECH: Any = {"output_modalities": ["audio"], "max_output_tokens": 8}
 TEXT: Any = {"output_modalities": ["text"], "max_output_tokens": 8}
 LENGTH = 1000
-
-
-def item(**fields: Any) -> Item:
-    return read_item(protocol.read_item(fields, ("item",)), FORMATS["audio/pcm"], {}, "item")
 
 
 def says(role: str, text: str) -> Item:
@@ -154,8 +148,9 @@ def test_no_result_is_read_without_its_call() -> None:
 
 
 def test_the_newest_item_is_too_long_alone() -> None:
-    with pytest.raises(VLLMValidationError, match="too long"):
+    with pytest.raises(VLLMValidationError) as caught:
         fit([*turns(3), says("user", "long")], {"long": 2000})
+    assert caught.value.parameter == "input_tokens"
     # Longer than leaves room for the answer that was asked for, but not than the context.
     assert texts(fit([*turns(3), says("user", "long")], {"long": 940})[0]) == ["long"]
 
@@ -187,17 +182,12 @@ def test_the_oldest_turns_are_deleted_where_there_is_no_room(monkeypatch: pytest
         deleted = [event.item_id for event in session.events if event.type == "conversation.item.deleted"]
         assert [each.id for each in said[:2]] == deleted[::2] and len(deleted) == 4
         await session.configure(truncation="disabled")
-        content: Any = [{"type": "input_text", "text": "more"}]
-        await session.connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+        await session.create({"type": "input_text", "text": "more"})
         assert (await session.error()).code == "item_limit_exceeded"
         await session.configure(truncation="auto")
-        await session.connection.conversation.item.create(
-            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 600}]}
-        )
+        await session.create({"type": "input_text", "text": "x" * 600})
         await session.until("conversation.item.done")
-        await session.connection.conversation.item.create(
-            item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 1100}]}
-        )
+        await session.create({"type": "input_text", "text": "x" * 1100})
         assert (await session.error()).code == "text_limit_exceeded"
 
     converse(session_app(FakeChat(), max_realtime_text_bytes=1000), main, model="fake")
@@ -236,8 +226,7 @@ def test_a_conversation_longer_than_the_context(realtime_app: FastAPI, output: A
             assert said(fitting[-1].response) == said(response)
             assert speech_of(fitting) == speech_of(events)
 
-    with over_http(realtime_app) as url:
-        asyncio.run(main(url))
+    visit(realtime_app, main)
 
 
 def said(response: Any) -> str:
@@ -270,5 +259,4 @@ def test_more_sound_than_the_context_and_a_session_keep(realtime_app: FastAPI) -
             assert again[-1].response.usage.input_tokens == response.usage.input_tokens
             assert said(again[-1].response) == said(response) and speech_of(again) == speech_of(events)
 
-    with over_http(with_flags(realtime_app, "--max-realtime-audio-s=30")) as url:
-        asyncio.run(main(url))
+    visit(with_flags(realtime_app, "--max-realtime-audio-s=30"), main)

@@ -14,11 +14,14 @@ import pytest
 from fastapi import FastAPI
 
 from tests.coloured_shapes.recordings import RECORDINGS, recording
-from tests.entrypoints.openai.realtime.sessions import Session, converse, types_of
+from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
+from tests.entrypoints.openai.realtime.test_responses import chat
+from tests.entrypoints.wav_files import as_uri
+from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.realtime import turn_detection, turn_model
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
-from vllm_omni.speech_recognition import resample
+from vllm_omni_talk.speech_recognition import resample
 
 GROUP = "app"
 needs_vad = pytest.mark.skipif(
@@ -179,17 +182,17 @@ async def send(session: Session, samples: np.ndarray) -> None:
 
 @needs_vad
 def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
+    """As a chat about its sound up to the last pause is; nothing cuts the speech of the answer."""
     samples = voiced()
 
-    async def main(session: Session) -> list[Any]:
+    async def main(session: Session) -> tuple[list[Any], Any]:
         assert session.events[0].session.audio.input.turn_detection.type == "server_vad"
-        await session.configure(audio={"input": {"turn_detection": VAD}}, output_modalities=["text"])
+        await session.configure(audio={"input": {"turn_detection": VAD}}, max_output_tokens=100)
         await send(session, samples)
         events = await session.until("response.done")
-        await session.connection.conversation.item.retrieve(item_id=events[0].item_id)
-        return events + await session.until("conversation.item.retrieved")
+        return events, await session.retrieve(events[0].item_id)
 
-    events = converse(realtime_app, main, manual=False)
+    events, item = converse(realtime_app, main, manual=False)
     assert types_of(events)[:6] == [
         "input_audio_buffer.speech_started",
         "input_audio_buffer.speech_stopped",
@@ -200,11 +203,18 @@ def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
     ]
     started, stopped = events[:2]
     assert {event.item_id for event in events[:3]} == {started.item_id} and events[3].item.id == started.item_id
-    said = np.frombuffer(base64.b64decode(events[-1].item.content[0].audio), "<i2")
+    said = np.frombuffer(base64.b64decode(item.content[0].audio), "<i2")
     first = started.audio_start_ms * RATE // 1000
     np.testing.assert_array_equal(said, samples[first : first + len(said)])
     assert (first + len(said)) * 1000 // RATE == pytest.approx(stopped.audio_end_ms, abs=1)
-    assert events[-2].response.output[0].content[0].text
+    end = (stopped.audio_end_ms - 192) * RATE // 1000  # Windows of 32 ms: 224 ms are a pause, 416 an end.
+    uri = as_uri(encode_audio(samples[first:end].astype(np.float32) / 32768, "wav", RATE))
+    message = {"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": uri}}]}
+    audio = {"format": "pcm16", "voice": "default"}
+    expected = chat(realtime_app, [message], modalities=["text", "audio"], audio=audio, max_completion_tokens=100)
+    heard = expected.choices[0].message.audio
+    assert events[-1].response.output[0].content[0].transcript == heard.transcript != ""
+    assert len(speech_of(events)) == len(base64.b64decode(heard.data)) > 0
 
 
 @pytest.mark.slow
@@ -233,32 +243,13 @@ def test_speech_interrupts_a_response(realtime_app: FastAPI, monkeypatch: pytest
         (item,) = response.output
         text = item.content[0].transcript
         end = 100
-        await session.connection.conversation.item.truncate(item_id=item.id, content_index=0, audio_end_ms=end)
-        await session.until("conversation.item.truncated")
-        await session.connection.conversation.item.retrieve(item_id=item.id)
-        heard = (await session.until("conversation.item.retrieved"))[-1].item.content[0].transcript
+        await session.truncate(item.id, end)
+        heard = (await session.retrieve(item.id)).content[0].transcript
         assert text.startswith(heard) and len(heard) < len(text)
         # The turn that interrupted it is answered.
         assert (await session.until("response.done"))[-1].response.status != "cancelled"
 
     converse(realtime_app, main, manual=False)
-
-
-@pytest.mark.slow
-@needs_vad
-def test_turns_without_responses(realtime_app: FastAPI) -> None:
-    async def main(session: Session) -> None:
-        vad = {**VAD, "create_response": False}
-        await session.configure(audio={"input": {"turn_detection": vad}})
-        await send(session, voiced())
-        await session.until("conversation.item.done")
-        # A detector of another session starts anew.
-        await session.configure(audio={"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}})
-        await session.connection.input_audio_buffer.clear()
-        await session.until("input_audio_buffer.cleared")
-        assert all(event.type != "response.created" for event in session.events)
-
-    converse(realtime_app, main)
 
 
 IDLE: Any = {**VAD, "idle_timeout_ms": 1000}
@@ -295,8 +286,7 @@ def test_a_user_who_stays_silent_is_asked(realtime_app: FastAPI) -> None:
         before = len(session.events)
         await send(session, SILENCE)
         first = await session.until("response.done")
-        await session.connection.conversation.item.retrieve(item_id=first[0].item_id)
-        item = (await session.until("conversation.item.retrieved"))[-1].item
+        item = await session.retrieve(first[0].item_id)
         assert session.events[before].type == "input_audio_buffer.timeout_triggered"
         await send(session, SILENCE)
         return first, await session.until("response.done"), item

@@ -6,6 +6,7 @@ tiny checkpoint it does not: in the reference a prompt alone and one in a padded
 most 4e-7 in each of 40 frames, the last no more than the tenth. So the bound is that of all other speech.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from vllm.sampling_params import SamplingParams
 
 from tests.model_executor.models.csm.prompts import sound
 from tests.model_executor.models.speech import SpeechModel, SpeechTests, check_refused, load_prompts, start_speaker
+from tests.simulated_device import DEVICE, SimulatedDevice, on_cpu
+from vllm_omni.model_executor.feedback import FedBackRows, RequestInput
+from vllm_omni.model_executor.models.vibevoice.language_model import OmniVibeVoice
 from vllm_omni.model_executor.prompt_processor import PromptProcessor
 from vllm_omni.testing.oracles.vibevoice import Speech, VibeVoiceReference
 
@@ -24,6 +30,11 @@ from .prompts import PROMPTS
 MAX_FRAMES = 40
 SEED = 3
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_vibevoice: Path) -> VibeVoiceReference:
+    return VibeVoiceReference(tiny_vibevoice)
 
 
 @dataclass(frozen=True)
@@ -143,3 +154,79 @@ def test_wrong_fields_are_refused_by_name(
 def test_wrong_texts_are_refused(text: str, message: str, prompt_processor: PromptProcessor) -> None:
     with pytest.raises(ValueError, match=message):
         prompt_processor({"prompt": text})
+
+
+# -- on another device ------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+class Model(OmniVibeVoice):
+    """What the strategy reads, with the reference's weights."""
+
+    def __init__(self, reference: VibeVoiceReference) -> None:
+        nn.Module.__init__(self)
+        theirs = reference.model
+        self.config = theirs.config
+        self.max_model_len = 80
+        self.embedding = theirs.model.language_model.embed_tokens
+        for name in (
+            *("audio_tower", "semantic_tokenizer_encoder", "multi_modal_projector", "semantic_connector"),
+            *("diffusion_head", "latent_scaling_factor", "latent_bias_factor"),
+        ):
+            setattr(self, name, getattr(theirs.model, name))
+        self.head = nn.Parameter(theirs.lm_head.weight[:3])
+        self.num_steps = 3
+        self.solver = theirs._build_default_noise_scheduler(theirs.generation_config)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+@pytest.fixture(scope="module")
+def model(reference: VibeVoiceReference) -> Model:
+    return Model(reference)
+
+
+@torch.no_grad()
+def speak(model: Model, device: torch.device) -> list[torch.Tensor]:
+    """Inputs and outputs of a request with two voices, guided, and one without."""
+    moved: Any = copy.deepcopy(model).to(device)
+    config = moved.config
+    strategy = moved.make_feedback_strategy(1)
+    torch.manual_seed(1)
+    frame = config.audio_token_id
+    prompts = [
+        {
+            "text_ids": torch.tensor([5, frame, frame, 7, frame]),
+            "sounds": torch.randn(8000),
+            "sound_sizes": torch.tensor([5000, 3000]),
+            "scale": 1.3,
+        },
+        {
+            "text_ids": torch.tensor([3, 4]),
+            "sounds": torch.zeros(0),
+            "sound_sizes": torch.zeros(0, dtype=torch.int64),
+            "scale": 1.0,
+        },
+    ]
+    for slot, information in enumerate(prompts):
+        params = SamplingParams(temperature=0, seed=slot)
+        strategy.begin(slot, RequestInput([], information, params, True))
+    made = [strategy.prompt_rows(0, 1, 5), strategy.prompt_rows(1, 0, 2), strategy.twin_rows(0, 1)]
+    slots = torch.tensor([1, 0], device=device)
+    for number in range(3):
+        states = torch.randn(3, config.text_config.hidden_size).to(device)
+        strategy.save_hidden_states(slots, states[:2])
+        strategy.save_twin_states(slots[1:], states[2:])
+        rows = FedBackRows(torch.tensor([frame, frame], device=device), slots, torch.full((2,), number, device=device))
+        fed_back, again = strategy.feed_back(rows), strategy.replay(rows)
+        made += [fed_back.embeds, fed_back.outputs["audio"], again.embeds, again.outputs["audio"]]
+    strategy.end(0)
+    return made
+
+
+def test_inputs_and_outputs(model: Model, device: SimulatedDevice) -> None:
+    made = on_cpu(speak(model, DEVICE))
+    torch.testing.assert_close(made, speak(model, CPU))
+    assert torch.equal(made[-4], made[-2]) and torch.equal(made[-3], made[-1])

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 
-from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServingChat
+from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.http_errors import to_http_error
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
-from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture, Sound
+from vllm_omni.entrypoints.openai.realtime.conversation import Message, Picture
+from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.sse import ErrorLine
 from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
@@ -27,31 +29,15 @@ USAGE = {"include_usage": True, "continuous_usage_stats": True}
 """With every chunk, because an answer may be cut at any."""
 
 
-class ChatError(Exception):
-    """A request that failed, as the client is told.
-
-    Attributes:
-        type, code, param: Of OpenAI's error objects.
-    """
-
-    def __init__(self, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message, self.code, self.param = message, code, param
-
-    @property
-    def type(self) -> str:
-        return "server_error" if self.code.startswith("5") else "invalid_request_error"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"type": self.type, "code": self.code, "message": self.message, "param": self.param}
-
-
 def make_request(settings: Values, messages: Sequence[Message]) -> OmniChatCompletionRequest:
     """The request of a response.
 
     Args:
         settings: The configuration of the response.
         messages: Those of the conversation.
+
+    Raises:
+        EventError: They make no request.
     """
     speaks = settings["output_modalities"] == ["audio"]
     limit = settings["max_output_tokens"]
@@ -69,7 +55,10 @@ def make_request(settings: Values, messages: Sequence[Message]) -> OmniChatCompl
         fields["tools"] = [_tool(tool) for tool in settings["tools"]]
         fields["tool_choice"] = _tool_choice(settings["tool_choice"])
         fields["parallel_tool_calls"] = settings["parallel_tool_calls"]
-    return OmniChatCompletionRequest.model_validate(fields)
+    try:
+        return OmniChatCompletionRequest.model_validate(fields)
+    except (VLLMClientError, ValueError) as error:
+        raise EventError(f"the response cannot be made: {error}", "response") from error
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -84,12 +73,9 @@ def _tool_choice(choice: Any) -> Any:
 
 
 async def deltas_of(
-    chat: OmniServingChat,
+    session: SessionContext,
     request: OmniChatCompletionRequest,
-    client: RequestContext,
-    sounds: Iterable[Sound],
-    pictures: Iterable[Picture] = (),
-    count_unread: Callable[[int], None] | None = None,
+    media: Iterable[Sound | Picture],
     fit_prompt: Any = None,
 ) -> AsyncGenerator[ChatDelta, None]:
     """The deltas of a streamed answer. Closing the generator aborts the request.
@@ -97,57 +83,55 @@ async def deltas_of(
     Run it in a task of its own: the request's context is the task's.
 
     Args:
-        client: See `SessionContext`.
-        sounds, pictures: Those whose addresses its messages have.
-        count_unread: See `AsyncOmniLLM.generate`.
+        media: Those whose addresses its messages have.
         fit_prompt: See `RequestContext`.
 
     Raises:
-        ChatError: The request was refused, or failed.
+        EventError: The request was refused, or failed.
     """
-    context = RequestContext.start(client)
-    context.kept_sounds = {sound.address: sound.decoded for sound in sounds}
-    context.kept_files = {picture.address: picture.file for picture in pictures}
-    context.count_unread, context.fit_prompt = count_unread, fit_prompt
+    context = RequestContext.start(session.client)
+    kept = {each.address: each for each in media}
+    context.kept_sounds = {address: each.decoded for address, each in kept.items() if isinstance(each, Sound)}
+    context.kept_files = {address: each.source for address, each in kept.items() if isinstance(each, Picture)}
+    if fit_prompt is not None and (cache := session.chat.client.renderer.mm_processor_cache) is not None:
+        context.is_preprocessed = lambda address: address in kept and cache.is_cached_item(address)
+    context.fit_prompt = fit_prompt
     try:
-        answer = await chat.create_deltas(request)
+        answer = await session.chat.create_deltas(request)
         if isinstance(answer, ErrorResponse):
-            raise ChatError(answer.error.message, str(answer.error.code), answer.error.param)
+            raise _failure(answer.error.message, answer.error.code, answer.error.param)
         await context.started()
         async with aclosing(answer):
             async for delta in answer:
                 yield delta
     except Exception as error:
-        raise as_chat_error(error) from error
+        raise as_event_error(error) from error
     finally:
         await context.abort()
 
 
-def as_chat_error(error: Exception) -> ChatError:
-    """An error as the client is told; an internal one goes to the log."""
-    if isinstance(error, ChatError):
+def as_event_error(error: Exception, param: str | None = None) -> EventError:
+    """An error as the client is told; an internal one goes to the log.
+
+    Args:
+        param: The field of the event, where it is not that of the error.
+    """
+    if isinstance(error, EventError):
         return error
     if isinstance(error, ErrorLine):
         line = error.args[0]["error"]
-        return ChatError(line["message"], str(line["code"]), line.get("param"))
+        return _failure(line["message"], line["code"], param or line.get("param"))
     if isinstance(error, OmniError):
         error = to_http_error(error)
     if isinstance(error, GracefulHTTPError):
-        return ChatError(str(error), str(error.http_status.value))
+        return _failure(str(error), error.http_status.value, param)
     if isinstance(error, (VLLMClientError, ValueError)):
-        return ChatError(str(error.args[0] if error.args else error), "400", getattr(error, "parameter", None))
+        message = str(error.args[0] if error.args else error)
+        return _failure(message, 400, param or getattr(error, "parameter", None))
     logger.error("a realtime response failed", exc_info=error)
-    return ChatError("internal error; see the server's log", "500")
+    return _failure("internal error; see the server's log", 500, param)
 
 
-async def end(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits for its end, also when it is cancelled itself."""
-    task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
+def _failure(message: str, status: Any, param: str | None) -> EventError:
+    code = str(status)
+    return EventError(message, param, code, "server_error" if code.startswith("5") else "invalid_request_error")

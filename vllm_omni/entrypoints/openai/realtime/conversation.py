@@ -17,11 +17,10 @@ from vllm import envs
 from vllm.utils import random_uuid
 
 from vllm_omni.entrypoints.openai import media_input
-from vllm_omni.entrypoints.openai.audio_formats import wav_header
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
-from vllm_omni.entrypoints.openai.realtime.audio import SoundFormat
+from vllm_omni.entrypoints.openai.realtime.audio import Sound, SoundFormat
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget, SessionShare
+from vllm_omni.entrypoints.openai.realtime.session_budget import SessionShare, Share
 
 Message = dict[str, Any]
 ROOT = "root"
@@ -33,6 +32,9 @@ _CONTENT = {
 }
 """Types of content by role, each with the field that it needs."""
 
+_MS_PER_LETTER = 1000 / 15
+"""Of speech that is not complete yet: about 150 words of English in a minute."""
+
 _ITEM_BYTES = 2000
 """About what an item takes without its texts, sounds and images."""
 
@@ -42,64 +44,53 @@ _UNIT = regex.compile(rf"\s+|(?=[{_UNSPACED}])\X|[^\s{_UNSPACED}]+")
 """Spaces, a character of such a script with its marks, or a word of another."""
 
 
-@dataclass
-class Sound:
-    """What a user said.
-
-    Attributes:
-        samples: int16 `[n]`.
-        text: What the model reads in its place: an ASR stage's text. None: it hears it, or the text is not known yet.
-        num_spoken: The samples before its last pause, which are all that a model reads of it; None: all of them.
-        address: Names it in messages, where only its session can use it.
-    """
-
-    samples: np.ndarray
-    format: SoundFormat
-    text: str | None = None
-    num_spoken: int | None = None
-    address: str = field(default_factory=lambda: f"sound:{random_uuid()}")
-
-    @property
-    def seconds(self) -> float:
-        return len(self.samples) / self.format.sample_rate
-
-    @property
-    def spoken(self) -> np.ndarray:
-        """What a model reads of it: int16 `[n]`."""
-        return self.samples[: self.num_spoken]
-
-    @property
-    def url(self) -> str:
-        """The sound's address in messages; where another connector of vLLM's reads these, a WAV file of it."""
-        if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
-            return self.address
-        pcm = self.spoken.astype("<i2").tobytes()
-        return "data:audio/wav;base64," + _base64(wav_header(self.format.sample_rate, 1, len(pcm)) + pcm)
-
-    def decoded(self) -> tuple[np.ndarray, float]:
-        """What a model reads of it: float32 `[n]` in [-1, 1], and its samples per second."""
-        return self.spoken.astype(np.float32) / 32768.0, self.format.sample_rate
-
-
 @dataclass(frozen=True)
 class Picture:
-    """An image that was fetched when its item was added. Each response decodes it: decoded, it would take of the budget
-    of all requests for as long as its session.
+    """An image. It is not kept as the response that reads it first decodes it: so it would take of the budget of all
+    requests for as long as its session.
 
     Attributes:
-        file: As it was fetched.
+        source: Its file, fetched when its item was added, or the data URI that the item has.
         address: Names it in messages, where only its session can use it.
     """
 
-    file: bytes
+    source: bytes | str
     address: str = field(default_factory=lambda: f"image:{random_uuid()}")
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the file; a data URI is one of its item's texts."""
+        return len(self.source) if isinstance(self.source, bytes) else 0
+
+    @property
     def url(self) -> str:
-        """The file's address in messages; where another connector of vLLM's reads these, the file itself."""
+        """The image's address in messages; where another connector of vLLM's reads these, the image itself."""
         if envs.VLLM_MEDIA_CONNECTOR == media_input.CONNECTOR_NAME:
             return self.address
-        return "data:image;base64," + _base64(self.file)
+        return self.source if isinstance(self.source, str) else "data:image;base64," + _base64(self.source)
+
+
+@dataclass
+class Speech:
+    """How much an assistant says: some of it may not be made yet, or not sent.
+
+    Attributes:
+        speed: See `OutputSound`.
+        made_ms, text_length: What was made of it, and the `spoken_length` of its text so far.
+        is_made: Whether that is all.
+        sent_ms: What of it the client has got.
+    """
+
+    speed: float = 1.0
+    made_ms: float = 0.0
+    text_length: int = 0
+    is_made: bool = False
+    sent_ms: float = 0.0
+
+    @property
+    def length_ms(self) -> float:
+        """Milliseconds of all of it. What is still being made lags behind its text, and will be longer."""
+        return max(self.made_ms, 0.0 if self.is_made else self.text_length * _MS_PER_LETTER / self.speed)
 
 
 @dataclass
@@ -110,10 +101,8 @@ class Item:
         data: In the form of OpenAI's events, without sound.
         sounds: Those of a user's message, by index of its content.
         asr_settings: What the session set of the ASR stage's parameters when it was added.
-        pictures: Those of its images that were fetched, by index of its content.
-        made_ms, text_length: Of an assistant's speech: its length, estimated while it is made, and the
-            `spoken_length` of its text.
-        sent_ms: What of it the client has got.
+        pictures: Its images, once they were read, by index of its content.
+        speech: Of an assistant's message.
         is_read: Whether responses read it; not, once it has left a prompt that was too long.
         share: Of the budget, for its texts; None: it is not counted.
     """
@@ -122,9 +111,7 @@ class Item:
     sounds: dict[int, Sound] = field(default_factory=dict)
     asr_settings: dict[str, Any] = field(default_factory=dict)
     pictures: dict[int, Picture] = field(default_factory=dict)
-    made_ms: float = 0.0
-    text_length: int = 0
-    sent_ms: float = 0.0
+    speech: Speech = field(default_factory=Speech)
     is_read: bool = True
     share: SessionShare | None = None
 
@@ -150,38 +137,35 @@ class Item:
     def num_chars_kept(self) -> int:
         """The characters of its texts and images, and the bytes of those that were fetched."""
         parts = [self.data, *self.content]
-        num_bytes = sum(len(picture.file) for picture in self.pictures.values())
+        num_bytes = sum(picture.num_bytes for picture in self.pictures.values())
         return num_bytes + sum(len(value) for part in parts for value in part.values() if isinstance(value, str))
 
-    def count(self, budget: SessionBudget, client: bytes | str) -> None:
+    def count(self, share: Share) -> None:
         """Counts it, each of its parts for as long as that lives: a response may read what was deleted.
-
-        Args:
-            client: See `RequestContext`.
 
         Raises:
             PipelineFullError: There is no room for it.
         """
-        self.share = budget.share(client, self)
+        self.share = share(self)
         self.count_texts()
         for sound in self.sounds.values():
-            budget.share(client, sound).set(sound.samples.nbytes)
+            share(sound).set(sound.samples.nbytes)
 
-    def lengthen_sound(self, sound: Sound, budget: SessionBudget, client: bytes | str) -> None:
+    def lengthen_sound(self, sound: Sound, share: Share) -> None:
         """Has its sound be all of one whose first `num_spoken` samples it has. What a model reads of it is as before.
 
         Raises:
             PipelineFullError: There is no room for it.
         """
         own = self.sounds[0]
-        budget.share(client, own).set(sound.samples.nbytes - own.samples.nbytes)
+        share(own).set(sound.samples.nbytes - own.samples.nbytes)
         own.num_spoken = sound.num_spoken  # First: another thread may read it.
         own.samples = sound.samples
 
-    def count_pictures(self, budget: SessionBudget, client: bytes | str) -> None:
-        """Counts its pictures, once they were fetched, as `count`."""
+    def count_pictures(self, share: Share) -> None:
+        """Counts its pictures, once they were read, as `count`."""
         for picture in self.pictures.values():
-            budget.share(client, picture).set(len(picture.file))
+            share(picture).set(picture.num_bytes)
 
     def count_texts(self) -> None:
         """Counts its texts as they are now, if it is counted.
@@ -221,18 +205,18 @@ class Item:
         Raises:
             EventError: The item is not speech, or shorter.
         """
-        part = self.content[content_index] if 0 <= content_index < len(self.content) else {}
+        part, speech = self.content[content_index] if 0 <= content_index < len(self.content) else {}, self.speech
         if part.get("type") != "output_audio":
             raise EventError("only speech of the assistant can be truncated", "content_index")
-        if not 0 <= audio_end_ms <= np.ceil(self.sent_ms):
+        if not 0 <= audio_end_ms <= np.ceil(speech.sent_ms):
             raise EventError(
-                f"audio_end_ms is {audio_end_ms}, and {self.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
+                f"audio_end_ms is {audio_end_ms}, and {speech.sent_ms:.0f} ms of speech were sent", "audio_end_ms"
             )
-        length = round(self.text_length * audio_end_ms / self.made_ms) if self.made_ms else 0
+        length = round(speech.text_length * audio_end_ms / speech.length_ms) if speech.length_ms else 0
         if length < spoken_length(part["transcript"]):
             part["transcript"] = _cut(part["transcript"], length)
-        self.sent_ms = float(audio_end_ms)
-        self.made_ms, self.text_length = self.sent_ms, spoken_length(part["transcript"])
+        speech.made_ms = speech.sent_ms = float(audio_end_ms)
+        speech.text_length, speech.is_made = spoken_length(part["transcript"]), True
 
 
 def read_item(item: Any, sound_format: SoundFormat, asr_settings: dict[str, Any], at: str) -> Item:
@@ -292,9 +276,14 @@ def _decode_sound(audio: str, sound_format: SoundFormat, param: str) -> Sound:
 
 
 class Conversation:
-    """Items in order, by id."""
+    """Items in order, by id.
+
+    Attributes:
+        id: Its own id.
+    """
 
     def __init__(self) -> None:
+        self.id = new_id("conv")
         self._items: list[Item] = []
 
     def __iter__(self) -> Iterator[Item]:
@@ -458,9 +447,10 @@ def _part(item: Item, index: int, part: dict[str, Any]) -> dict[str, Any]:
             return {"type": "text", "text": sound.text}
         return {"type": "audio_url", "audio_url": {"url": sound.url}, "uuid": sound.address}
     if part["type"] == "input_image":
-        url = item.pictures[index].url if index in item.pictures else part["image_url"]
-        image = {"url": url, **({"detail": part["detail"]} if "detail" in part else {})}
-        return {"type": "image_url", "image_url": image}
+        detail = {"detail": part["detail"]} if "detail" in part else {}
+        if (picture := item.pictures.get(index)) is None:
+            return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+        return {"type": "image_url", "image_url": {"url": picture.url, **detail}, "uuid": picture.address}
     return {"type": "text", "text": part["text"]}
 
 

@@ -12,20 +12,24 @@ import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
+from pydantic import BaseModel
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from vllm.exceptions import VLLMNotFoundError
 
-from vllm_omni.entrypoints.openai.http_errors import error_response
-from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
+from vllm_omni.entrypoints.openai.http_errors import error_response, to_http_error
+from vllm_omni.entrypoints.openai.realtime.client_secrets import SUBPROTOCOL
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
-from vllm_omni.entrypoints.openai.request_context import RequestContext
+from vllm_omni.entrypoints.openai.request_context import RequestContext, end
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, ServerLimits, flag, limits_from
-from vllm_omni.errors import PipelineFullError
+from vllm_omni.errors import OmniError, PipelineFullError
 
 logger = logging.getLogger("vllm.omni.server")
 
@@ -50,11 +54,11 @@ class Sessions:
         self.send_timeout_s = limits_from(args, ServerLimits).send_timeout_s
         self._num_sessions: Counter[bytes | str] = Counter()
 
-    async def serve(self, websocket: WebSocket, open: Callable[[WebSocket], Awaitable[EventSession | None]]) -> None:
+    async def serve(self, websocket: WebSocket, open: Callable[[WebSocket], Awaitable[EventSession]]) -> None:
         """Runs a session until it ends.
 
         Args:
-            open: Accepts the connection, or denies it and returns None.
+            open: Makes it for a connection, that is accepted then. What it raises denies the connection.
         """
         client = RequestContext.of(websocket).client
         if (reason := self._is_full(client)) is not None:
@@ -64,8 +68,15 @@ class Sessions:
         self._num_sessions[client] += 1
         try:
             session = await open(websocket)
-            if session is not None:
-                await session.run()
+        except VLLMNotFoundError as error:
+            await deny(websocket, str(error), HTTPStatus.NOT_FOUND)
+        except OmniError as error:
+            answer = to_http_error(error)
+            await deny(websocket, answer.message, answer.http_status, answer.headers)
+        else:
+            offered = websocket.scope.get("subprotocols", ())
+            await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+            await session.run()
         finally:
             self._num_sessions -= Counter([client])
 
@@ -94,16 +105,19 @@ class EventSession(ABC):
     """
 
     _handlers: Mapping[str, Handler]
+    _event_types: ClassVar[Mapping[str, type[BaseModel]] | None] = None
+    """See `read_event`."""
 
     def __init__(self, websocket: WebSocket, sessions: Sessions) -> None:
-        """`websocket`: An accepted connection."""
+        """`websocket`: A connection, accepted before the session runs."""
         self.id = new_id("sess")
         self._websocket, self._send_timeout_s = websocket, sessions.send_timeout_s
-        self._client, self._limits, self._budget = RequestContext.of(websocket), sessions.limits, sessions.budget
+        self._client, self._limits = RequestContext.of(websocket), sessions.limits
+        self._share = partial(sessions.budget.share, self._client.client)
         self._expires_at = time.time() + self._limits.max_realtime_session_s  # For the client: a clock may be set.
         self._deadline = time.monotonic() + self._limits.max_realtime_session_s
-        self._event_share = self._budget.share(self._client.client)
-        self._arriving_share = self._budget.share(self._client.client)
+        self._event_share, self._arriving_share = self._share(), self._share()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._runner: asyncio.Task[Any] | None = None
         self._ended_by: Literal["error", "unread event"] | None = None
 
@@ -112,16 +126,8 @@ class EventSession(ABC):
         """The session, as its client sees it."""
 
     @abstractmethod
-    def _read_event(self, text: str | bytes) -> Any:
-        """One event, of a type of `_handlers`. Raises `EventError`."""
-
-    @abstractmethod
     def _is_busy(self) -> bool:
         """Whether it works although no event comes."""
-
-    @abstractmethod
-    async def _abort(self) -> None:
-        """Ends what still runs."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -181,7 +187,7 @@ class EventSession(ABC):
     async def _handle(self, text: str | bytes) -> None:
         try:
             self._event_share.set(len(text))
-            event = self._read_event(text)
+            event = read_event(text, self._limits.max_realtime_message_values, self._event_types)
         except EventError as error:
             await self._send_error(error)
         except PipelineFullError as error:
@@ -217,17 +223,23 @@ class EventSession(ABC):
                 await self._websocket.close(code, reason)
 
     async def _send_error(self, error: EventError) -> None:
-        await self._send("error", error=error.as_dict())
+        await self._send("error", error={**error.as_dict(), "event_id": error.event_id})
 
-    def _watch(self, task: asyncio.Task[None]) -> None:
-        """A task that failed ends the session, whose client would wait."""
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it in a task, until the session ends. One that fails ends the session, whose client would wait."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_end)
+        return task
 
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
-                logger.error("a realtime session failed", exc_info=error)
-                self._end("error")
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, WebSocketDisconnect):
+            logger.error("a realtime session failed", exc_info=error)
+            self._end("error")
 
-        task.add_done_callback(ended)
+    async def _abort(self) -> None:
+        await asyncio.gather(*map(end, self._tasks))
 
     def _end(self, reason: Literal["error", "unread event"]) -> None:
         assert self._runner is not None

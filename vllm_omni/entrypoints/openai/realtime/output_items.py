@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,11 @@ import numpy as np
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.realtime.audio import OutputSound
-from vllm_omni.entrypoints.openai.realtime.config import Values
+from vllm_omni.entrypoints.openai.realtime.config import PromptLimits, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import Conversation, Item
 from vllm_omni.entrypoints.openai.realtime.protocol import new_id
-from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
+from vllm_omni.entrypoints.openai.realtime.session_budget import Share
 from vllm_omni.entrypoints.openai.request_context import RequestContext
-
-Send = Callable[..., Awaitable[None]]
 
 _PIECE_S = 0.2  # Speech in an event, so that the lead is kept and a cancellation is quick.
 
@@ -29,66 +27,55 @@ class SessionContext:
 
     Attributes:
         send: Sends an event: its type and fields.
+        start: Runs work in a task, until the session ends.
         chat: The handler of the requests.
         client: The context of the WebSocket, whose client sends all requests.
+        prompt_limits: Of the model.
         sample_rate: Of the model's speech, in Hz.
         lead_s: How far the speech that was sent may be ahead of its playing, in seconds.
-        budget: Counts what it holds.
+        share: Counts what it holds.
     """
 
-    send: Send
+    send: Callable[..., Awaitable[None]]
+    start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     chat: OmniServingChat
     client: RequestContext
+    prompt_limits: PromptLimits
     sample_rate: int
     lead_s: float
-    budget: SessionBudget
+    share: Share
 
 
+@dataclass(frozen=True)
 class ResponseWriter:
     """Where the items of one response go: to the client, and into the conversation unless it is out of band.
 
     Attributes:
-        lead_s: See `SessionContext`.
+        response_id: Of the response.
+        conversation: None: the response is out of band.
+        output: Its `audio.output`.
     """
 
-    def __init__(
-        self, session: SessionContext, response_id: str, conversation: Conversation | None, output: Values
-    ) -> None:
-        """
-        Args:
-            output: The `audio.output` of the response.
-        """
-        self.lead_s = session.lead_s
-        self._session, self._response_id = session, response_id
-        self._conversation, self._output = conversation, output
+    session: SessionContext
+    response_id: str
+    conversation: Conversation | None
+    output: Values
 
     async def send(self, event_type: str, **fields: Any) -> None:
         """Sends an event of the response."""
-        await self._session.send(event_type, response_id=self._response_id, **fields)
-
-    def count(self, item: Item) -> None:
-        """Counts an item in the budget of sessions.
-
-        Raises:
-            PipelineFullError: There is no room for it.
-        """
-        item.count(self._session.budget, self._session.client.client)
+        await self.session.send(event_type, response_id=self.response_id, **fields)
 
     async def add_item(self, item: Item) -> None:
         """Adds an item to the conversation."""
-        if self._conversation is not None:
-            previous = self._conversation.add(item)
-            await self._session.send("conversation.item.added", previous_item_id=previous, item=item.data)
+        if self.conversation is not None:
+            previous = self.conversation.add(item)
+            await self.session.send("conversation.item.added", previous_item_id=previous, item=item.data)
 
     async def finish_item(self, item: Item) -> None:
         """Reports that an item of the conversation is complete."""
-        if self._conversation is not None:
-            previous = self._conversation.before(item)
-            await self._session.send("conversation.item.done", previous_item_id=previous, item=item.data)
-
-    def new_sound(self) -> OutputSound:
-        """Starts the sound of a message."""
-        return OutputSound(self._output["format"]["type"], self._session.sample_rate, self._output["speed"])
+        if self.conversation is not None:
+            previous = self.conversation.before(item)
+            await self.session.send("conversation.item.done", previous_item_id=previous, item=item.data)
 
 
 class Output:
@@ -113,7 +100,7 @@ class Output:
             PipelineFullError: There is no room for it.
         """
         if self.item.share is None:
-            self._writer.count(self.item)
+            self.item.count(self._writer.session.share)
         while self._opening:
             await self._opening.pop(0)()
 
@@ -202,7 +189,8 @@ class SpokenMessage(_Message):
 
     def __init__(self, writer: ResponseWriter, index: int) -> None:
         super().__init__(writer, index)
-        self._sound = writer.new_sound()
+        output = writer.output
+        self._sound = OutputSound(output["format"]["type"], writer.session.sample_rate, output["speed"])
 
     async def write(self, text: str) -> None:
         await self._write(text, "response.output_audio_transcript.delta")
@@ -221,14 +209,14 @@ class SpokenMessage(_Message):
             piece = data[start : start + step]
             seconds = self._sound.seconds(piece)
             await self._wait(seconds)
-            self.item.sent_ms += 1000 * seconds
+            self.item.speech.sent_ms += 1000 * seconds
             await self._send("response.output_audio.delta", content_index=0, delta=piece)  # It becomes base64.
 
     async def _wait(self, seconds: float) -> None:
         """Waits until so much more speech is within the lead."""
         now = asyncio.get_running_loop().time()
         self.played_at = max(self.played_at, now) + seconds
-        if (early := self.played_at - now - self._writer.lead_s) > 0:
+        if (early := self.played_at - now - self._writer.session.lead_s) > 0:
             await asyncio.sleep(early)
 
     async def _finish_content(self) -> None:

@@ -6,7 +6,7 @@ Knows what an event may hold, not what a session does with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from openai.types.realtime import (
@@ -72,6 +72,8 @@ _MAX_NAME = 100  # Characters of a client's name in an error.
 class EventError(Exception):
     """What is wrong with a client's event, as OpenAI's `error` object; the session goes on.
 
+    A request to the pipeline that was refused, or failed, is one, too: as its client is told.
+
     Attributes:
         event_id: The client's id of the event, if it has one.
     """
@@ -84,13 +86,7 @@ class EventError(Exception):
         self.event_id: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "type": self.type,
-            "code": self.code,
-            "message": self.message,
-            "param": self.param,
-            "event_id": self.event_id,
-        }
+        return {"type": self.type, "code": self.code, "message": self.message, "param": self.param}
 
 
 def new_id(prefix: str) -> str:
@@ -98,35 +94,29 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{random_uuid()[:24]}"
 
 
-def read_event(text: str | bytes, max_values: int = RealtimeLimits.max_realtime_message_values) -> Any:
+def read_event(
+    text: str | bytes,
+    max_values: int = RealtimeLimits.max_realtime_message_values,
+    types: Mapping[str, type[BaseModel]] | None = None,
+) -> Any:
     """One of OpenAI's client events, with all fields checked.
 
     `session` of a `session.update` is a `RealtimeSessionCreateRequest`; `input` of a response may have
     `ResponseItemReference`s.
 
+    Args:
+        types: Of the events of another API, by their names, in place of OpenAI's.
+
     Raises:
         EventError: It is not one; names the field.
     """
-    return _read_with(_read, text, max_values)
-
-
-def read_event_of(text: str | bytes, max_values: int, known: Mapping[str, type[BaseModel]]) -> Any:
-    """An event of another API, of one of these types. Raises as `read_event`."""
-
-    def read(data: dict[str, Any]) -> Any:
-        return _validate(_type_of(data, known), data, ())
-
-    return _read_with(read, text, max_values)
-
-
-def _read_with(read: Callable[[dict[str, Any]], Any], text: str | bytes, max_values: int) -> Any:
     data = _decode(text, max_values)
     event_id = data.get("event_id")
     try:
         if event_id is not None and not isinstance(event_id, str):
             event_id = None
             raise EventError("event_id must be a string", "event_id", "invalid_type")
-        return read(data)
+        return _read(data) if types is None else _validate(_type_of(data, types), data, ())
     except EventError as error:
         error.event_id = event_id
         raise

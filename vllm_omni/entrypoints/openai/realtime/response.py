@@ -7,17 +7,20 @@ A reader takes the deltas as the pipeline makes them; the response sends them, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
 import numpy as np
 
-from vllm_omni.entrypoints.openai.realtime.chat_stream import ChatError, as_chat_error, deltas_of, end, make_request
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
+from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error, deltas_of, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
+    Picture,
+    Speech,
     spoken_length,
     to_messages,
 )
@@ -29,9 +32,10 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
     SpokenMessage,
     WrittenMessage,
 )
-from vllm_omni.entrypoints.openai.realtime.protocol import new_id
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
 from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
+from vllm_omni.entrypoints.openai.request_context import end
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta, UnsentQueue
 from vllm_omni.errors import PipelineFullError
 
@@ -39,9 +43,6 @@ CancelReason = Literal["client_cancelled", "turn_detected"]
 
 _MAX_SPECULATIVE_S = 5.0
 """That an answer waits for the end of its turn: a client may stop sending sound. It then ends."""
-
-_MS_PER_LETTER = 1000 / 15
-"""Of speech that is not complete yet: about 150 words of English in a minute."""
 
 
 class Response:
@@ -61,10 +62,10 @@ class Response:
         settings: Values,
         items: Sequence[Item],
         conversation: Conversation | None,
-        conversation_id: str | None,
+        *,
         metadata: dict[str, str] | None = None,
         turn: Item | None = None,
-        window: PromptWindow | None = None,
+        lasts: bool = True,
         is_speculative: bool = False,
     ) -> None:
         """
@@ -73,9 +74,12 @@ class Response:
             items: What the model reads.
             conversation: Gets the output items; None: a response that is out of band.
             turn: The user's turn that it answers if the ASR stage finds words in it; None: it has no condition.
-            window: Shortens its prompt; None: one that is too long is an error.
-            is_speculative: Whether its turn may go on: it is made, at most `MAX_UNSENT_BYTES` of it, and has no events
-                before `promote`.
+            lasts: See `PromptWindow`.
+            is_speculative: Whether its turn, the last item, may go on: it is made, at most `MAX_UNSENT_BYTES` of it,
+                and has no events before `promote`.
+
+        Raises:
+            EventError: They make no request.
         """
         self.id = new_id("resp")
         self.is_in_conversation = conversation is not None
@@ -83,30 +87,30 @@ class Response:
         self._is_promoted = asyncio.Event()
         if not is_speculative:
             self._is_promoted.set()
-        self._turn, self._window = turn, window
-        self._session, self._settings = session, settings
-        self._conversation_id = conversation_id
+        self._turn, self._session, self._settings = turn, session, settings
+        self._window = PromptWindow(settings, items, session.prompt_limits, lasts=lasts, is_speculative=is_speculative)
         self._writer = ResponseWriter(session, self.id, conversation, settings["audio"]["output"])
         self._metadata = metadata
-        self._items = items
-        self._sounds = [sound for item in items for sound in item.sounds.values()]
-        self._pictures = [picture for item in items for picture in item.pictures.values()]
-        self._request = make_request(settings, self._messages())
+        self._items = list(items)
+        self._media: list[Sound | Picture] = []
+        for item in items:
+            self._media += (*item.sounds.values(), *item.pictures.values())
+        self._messages_before = self._messages(items[:-1]) if is_speculative else []
+        self._request = make_request(settings, self._messages(items))
         self._status = "in_progress"
         self._details: dict[str, Any] | None = None
         self._cancel_reason: CancelReason | None = None
         self._deltas: UnsentQueue[ChatDelta] = UnsentQueue(lambda delta: delta.num_bytes)
-        self._unsent = session.budget.share(session.client.client)
-        self._error: ChatError | None = None
+        self._unsent = session.share()
+        self._error: EventError | None = None
         self._outputs: list[Output] = []
         self._message: SpokenMessage | WrittenMessage | None = None
         self._calls: dict[int, Call] = {}
         self._early_speech: list[np.ndarray] = []
-        self._made_ms, self._text_length, self._is_made = 0.0, 0, False
+        self._speech = Speech(settings["audio"]["output"]["speed"])  # Made, which may be more than is sent.
         self.num_written = 0
         self._usage: dict[str, Any] = {}
-        self._mm_token_counts: Mapping[str, int] = {}
-        self._num_cached_tokens = 0
+        self._last_delta = ChatDelta()
         self._finish_reason: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._has_started = asyncio.Event()
@@ -120,21 +124,31 @@ class Response:
 
     def start(self) -> asyncio.Task[None]:
         """Runs it in a task."""
-        self._task = asyncio.create_task(self._run())
+        self._task = self._session.start(self._run())
         return self._task
 
     @property
-    def can_be_promoted(self) -> bool:
-        """Whether it is as good as a new one: it runs, and nothing has failed."""
-        return self._task is not None and not self._task.done() and self._error is None
+    def turn(self) -> Item:
+        """The last item that the model reads."""
+        return self._items[-1]
 
-    def promote(self) -> asyncio.Task[None]:
+    def matches(self, settings: Values, items: Sequence[Item]) -> bool:
+        """Whether it is as good as a new one with this configuration that reads these items: it runs, nothing has
+        failed, and no ASR stage has written a text among the items before the last since it was made."""
+        return (
+            self._task is not None
+            and not self._task.done()
+            and self._error is None
+            and len(items) == len(self._items)
+            and all(item is own for item, own in zip(items, self._items, strict=True))
+            and settings == self._settings
+            and self._messages(items[:-1]) == self._messages_before
+        )
+
+    def promote(self) -> None:
         """Its turn has ended: the client gets what has been made at once, and the rest as that of any other."""
-        assert self._task is not None
-        if self._window is not None:
-            self._window.promote()
+        self._window.promote()
         self._is_promoted.set()
-        return self._task
 
     async def cancel(self, reason: CancelReason) -> None:
         """Aborts it; returns when its last event was sent: none, if it is pending. Nothing, if it is ending already."""
@@ -165,12 +179,12 @@ class Response:
     async def _has_words(self, turn: Item) -> bool:
         try:
             await write_texts(self._session, [turn])
-        except ChatError:
+        except EventError:
             return True  # The answer fails with the same error, and the client gets it.
         return any(sound.text for sound in turn.sounds.values())
 
-    def _messages(self) -> list[Any]:
-        return to_messages(self._settings["instructions"], self._items)
+    def _messages(self, items: Sequence[Item]) -> list[Any]:
+        return to_messages(self._settings["instructions"], items)
 
     async def _answer(self) -> None:
         reader = asyncio.create_task(self._read())
@@ -180,11 +194,11 @@ class Response:
             self.is_pending = False
             await self._session.send("response.created", response=self._as_dict())
             await self._send_deltas()
-            self._status, self._details = self._ended()
-        except ChatError as error:
-            self._fail(error)
-        except PipelineFullError as error:
-            self._fail(as_chat_error(error))
+            self._status, self._details = "completed", None
+            if self._finish_reason == "length":
+                self._status, self._details = "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
+        except (EventError, PipelineFullError) as error:
+            self._status, self._details = "failed", {"type": "failed", "error": as_event_error(error).as_dict()}
         except asyncio.CancelledError:
             if self._cancel_reason is None:
                 raise
@@ -212,9 +226,6 @@ class Response:
             return False
         return True
 
-    def _fail(self, error: ChatError) -> None:
-        self._status, self._details = "failed", {"type": "failed", "error": error.as_dict()}
-
     async def _read(self) -> None:
         """Reads the deltas as they are made. An answer that is only function calls ends with them, unspoken."""
         has_text, has_calls = False, False
@@ -222,12 +233,9 @@ class Response:
             session = self._session
             if session.chat.asr_stage is not None:
                 await write_texts(session, self._items)
-                self._request.messages = self._messages()
+                self._request.messages = self._messages(self._items)
             self._unsent.set(MAX_UNSENT_BYTES)  # That the chat keeps for its reader.
-            unread = session.budget.share(session.client.client).set
-            fit = None if self._window is None else self._window.render
-            media = self._sounds, self._pictures
-            deltas = deltas_of(session.chat, self._request, session.client, *media, unread, fit)
+            deltas = deltas_of(session, self._request, self._media, self._window.render)
             async with aclosing(deltas) as answer:
                 async for delta in answer:
                     self._unsent.set(self._unsent.num_bytes + delta.num_bytes)
@@ -237,35 +245,21 @@ class Response:
                     await self._deltas.put(delta)
                     if has_calls and not has_text and delta.finish_reason:
                         break
-            self._is_made = True
-            self._note_in_item()
+            self._speech.is_made = True
         except Exception as error:
-            self._error = as_chat_error(error)
+            self._error = as_event_error(error)
         self._deltas.close()
 
     def _note(self, delta: ChatDelta) -> None:
-        """How much was made, which may be more than is sent."""
-        self._text_length += spoken_length(delta.text)
         self.num_written = (delta.usage or {}).get("completion_tokens") or self.num_written
+        self._speech.text_length += spoken_length(delta.text)
         if delta.speech is not None:
-            self._made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speed
-        self._note_in_item()
-
-    @property
-    def _speed(self) -> float:
-        return self._settings["audio"]["output"]["speed"]
-
-    def _note_in_item(self) -> None:
-        """Speech that is still being made lags behind its text, and will be longer."""
-        if self._message is not None:
-            expected_ms = 0.0 if self._is_made else self._text_length * _MS_PER_LETTER / self._speed
-            self._message.item.made_ms = max(self._made_ms, expected_ms)
-            self._message.item.text_length = self._text_length
+            self._speech.made_ms += 1000 * delta.speech.shape[-1] / self._session.sample_rate / self._speech.speed
 
     async def _send_deltas(self) -> None:
         while (delta := await self._deltas.get()) is not None:
             self._usage = delta.usage or self._usage
-            self._mm_token_counts, self._num_cached_tokens = delta.mm_token_counts, delta.num_cached_tokens
+            self._last_delta = delta
             self._finish_reason = delta.finish_reason or self._finish_reason
             await self._take(delta)
             self._unsent.set(self._unsent.num_bytes - delta.num_bytes)
@@ -291,9 +285,9 @@ class Response:
                 return
             spoken = self._settings["output_modalities"] == ["audio"]
             message = (SpokenMessage if spoken else WrittenMessage)(self._writer, len(self._outputs))
+            message.item.speech = self._speech
             await self._open(message)
             self._message = message
-            self._note_in_item()
         await self._message.write(text)
         if isinstance(self._message, SpokenMessage):
             early, self._early_speech = self._early_speech, []
@@ -316,11 +310,6 @@ class Response:
         self._outputs.append(output)
         await output.open()
 
-    def _ended(self) -> tuple[str, dict[str, Any] | None]:
-        if self._finish_reason == "length":
-            return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
-        return "completed", None
-
     def _as_dict(self) -> dict[str, Any]:
         output = self._settings["audio"]["output"]
         return {
@@ -329,7 +318,7 @@ class Response:
             "status": self._status,
             "status_details": self._details,
             "output": [output.item.data for output in self._outputs],
-            "conversation_id": self._conversation_id,
+            "conversation_id": None if self._writer.conversation is None else self._writer.conversation.id,
             "output_modalities": self._settings["output_modalities"],
             "max_output_tokens": self._settings["max_output_tokens"],
             "audio": {"output": {"format": output["format"], "voice": voice_name(output["voice"])}},
@@ -341,16 +330,16 @@ class Response:
         usage = self._usage
         read, written = usage.get("prompt_tokens", 0), usage.get("completion_tokens") or 0
         audio_tokens = (usage.get("completion_tokens_details") or {}).get("audio_tokens", 0)
-        others = sum(self._mm_token_counts.values())
+        of_media = self._last_delta.mm_token_counts
         return {
             "total_tokens": read + written,
             "input_tokens": read,
             "output_tokens": written,
             "input_token_details": {
-                "text_tokens": read - others,
-                "audio_tokens": self._mm_token_counts.get("audio", 0),
-                "image_tokens": self._mm_token_counts.get("image", 0),
-                "cached_tokens": self._num_cached_tokens,
+                "text_tokens": read - sum(of_media.values()),
+                "audio_tokens": of_media.get("audio", 0),
+                "image_tokens": of_media.get("image", 0),
+                "cached_tokens": self._last_delta.num_cached_tokens,
             },
             "output_token_details": {"text_tokens": written - audio_tokens, "audio_tokens": audio_tokens},
         }

@@ -6,7 +6,6 @@ What is wrong before a session starts is an HTTP error; everything later is an e
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -16,19 +15,18 @@ from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.audio_formats import DEFAULT_SAMPLE_RATE
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
-from vllm_omni.entrypoints.openai.http_errors import describe_errors, to_http_error
+from vllm_omni.entrypoints.openai.http_errors import describe_errors
 from vllm_omni.entrypoints.openai.media_endpoint import check_model, final_stage, served_names
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
 from vllm_omni.entrypoints.openai.realtime.client_secrets import (
     DEFAULT_S,
     MAX_S,
     MIN_S,
-    SUBPROTOCOL,
     ClientSecret,
     ClientSecrets,
     sent_key,
@@ -40,9 +38,6 @@ from vllm_omni.entrypoints.openai.realtime.session import Session
 from vllm_omni.entrypoints.openai.realtime.speculation import Speculations
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
-from vllm_omni.errors import OmniError
-
-logger = logging.getLogger("vllm.omni.server")
 
 PATH = "/v1/realtime"
 
@@ -117,32 +112,21 @@ class ServingRealtime:
         check_model(model, self._model_names)
         return self._rules.default(model or self._model_names[0])
 
-    async def serve(self, websocket: WebSocket) -> None:
-        """Runs a session until it ends."""
-        await self._sessions.serve(websocket, self._open)
-
-    async def _open(self, websocket: WebSocket) -> Session | None:
+    async def open(self, websocket: WebSocket) -> Session:
+        """
+        Raises:
+            OmniError: The pipeline accepts no requests.
+            VLLMNotFoundError: The client asks for another model.
+        """
         secret = self._secrets.find(sent_key(websocket.scope))
         model = websocket.query_params.get("model")
-        try:
-            self._chat.client.check_admission()
-            values = self._default(model) if secret is None else secret.values
-            if model is not None:
-                check_model(model, self._model_names)
-        except VLLMNotFoundError as error:
-            await deny(websocket, str(error), HTTPStatus.NOT_FOUND)
-            return None
-        except OmniError as error:
-            answer = to_http_error(error)
-            await deny(websocket, answer.message, answer.http_status, answer.headers)
-            return None
-        offered = websocket.scope.get("subprotocols", ())
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        self._chat.client.check_admission()
+        check_model(model, self._model_names)
         return Session(
             websocket,
             self._chat,
             self._rules,
-            values,
+            self._default(model) if secret is None else secret.values,
             self._sessions,
             sample_rate=self._sample_rate,
             threads=self._threads,
@@ -157,11 +141,11 @@ router = APIRouter()
 @router.websocket(PATH)
 async def realtime(websocket: WebSocket) -> None:
     """A spoken conversation."""
-    handler: ServingRealtime | None = websocket.app.state.omni_realtime
-    if handler is None:
+    state = websocket.app.state
+    if state.omni_realtime is None:
         await deny(websocket, _NO_CONVERSATION, HTTPStatus.BAD_REQUEST)
     else:
-        await handler.serve(websocket)
+        await state.omni_sessions.serve(websocket, state.omni_realtime.open)
 
 
 @router.post(

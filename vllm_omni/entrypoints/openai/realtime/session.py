@@ -7,37 +7,33 @@ Events are handled one after the other; responses and transcriptions run beside 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 from openai.types.realtime import RealtimeResponseCreateParams
 from openai.types.realtime.response_item_reference import ResponseItemReference
 from starlette.websockets import WebSocket
-from vllm.exceptions import VLLMClientError
 
 from vllm_omni.entrypoints.openai.chat import OmniServingChat
 from vllm_omni.entrypoints.openai.media_input import MIN_AUDIO_SECONDS
 from vllm_omni.entrypoints.openai.media_request import MediaFetcher
-from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
-from vllm_omni.entrypoints.openai.realtime.chat_stream import as_chat_error
+from vllm_omni.entrypoints.openai.realtime.audio import FORMATS, InputBuffer, Sound
+from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
     Item,
     Picture,
-    Sound,
     decode_base64,
     read_item,
 )
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions
-from vllm_omni.entrypoints.openai.realtime.input_buffer import InputBuffer
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
-from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_event
+from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.entrypoints.openai.realtime.speculation import Speculation, Speculations
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
-from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import flag
@@ -67,7 +63,7 @@ class Session(EventSession):
     ) -> None:
         """
         Args:
-            websocket: An accepted connection.
+            websocket: See `EventSession`.
             values: The configuration that it starts with.
             sample_rate: Of the model's speech, in Hz.
             threads: See `TurnDetector`.
@@ -76,15 +72,17 @@ class Session(EventSession):
         """
         super().__init__(websocket, sessions)
         self._rules, self._media, self._chat, self._threads = rules, media, chat, threads
-        self._buffer_share = self._budget.share(self._client.client)
-        self._conversation, self._conversation_id = Conversation(), new_id("conv")
+        self._buffer_share = self._share()
+        self._conversation = Conversation()
         self._context = SessionContext(
             send=self._send,
+            start=self._start,
             chat=chat,
             client=self._client,
+            prompt_limits=rules.prompt_limits,
             sample_rate=sample_rate,
             lead_s=self._limits.realtime_lead_s,
-            budget=self._budget,
+            share=self._share,
         )
         self._responses: dict[str, Response] = {}
         self._speculation = Speculation(speculations)
@@ -107,18 +105,11 @@ class Session(EventSession):
             "response.cancel": self._cancel_response,
         }
 
-    async def _abort(self) -> None:
-        responses = (response.close() for response in self._responses.values())
-        await asyncio.gather(*responses, self._speculation.close(), self._transcriptions.close())
-
     def _release(self) -> None:
-        """Drops what it holds, which refers to it in circles."""
+        self._speculation.drop()
         self._conversation.clear()
         self._buffer.clear()
         self._buffer_share.release()
-
-    def _read_event(self, text: str | bytes) -> Any:
-        return read_event(text, self._limits.max_realtime_message_values)
 
     def _is_busy(self) -> bool:
         return bool(self._responses)
@@ -262,13 +253,14 @@ class Session(EventSession):
             return
         turn, items = _make_turn(item_id, sound, asr_settings), self._items_to_read()
         try:
-            turn.count(self._budget, self._client.client)
-            settings = self._rules.for_response(self._values, None)
-            heard = turn if by_stage else None
-            response = self._make_response(settings, [*items, turn], turn=heard, is_speculative=True)
+            turn.count(self._share)
+            settings, heard = self._rules.for_response(self._values, None), turn if by_stage else None
+            response = Response(
+                self._context, settings, [*items, turn], self._conversation, turn=heard, is_speculative=True
+            )
         except (EventError, PipelineFullError):
             return
-        self._watch(self._speculation.start(turn, response, settings, items))
+        self._speculation.start(response)
 
     def _has_room_for(self, sound: Sound) -> bool:
         """Whether the answer to a sound may be begun: the server has room, and nothing has to leave the session."""
@@ -318,14 +310,14 @@ class Session(EventSession):
         self._buffer_share.set(self._buffer.num_bytes)  # It has less than before.
         asr_settings = self._rules.asr_settings(self._values)
         if (item := self._speculation.turn_of(sound, item_id, asr_settings)) is not None:
-            item.lengthen_sound(sound, self._budget, self._client.client)
+            item.lengthen_sound(sound, self._share)
         else:
             item = _make_turn(item_id, sound, asr_settings)
-            item.count(self._budget, self._client.client)
+            item.count(self._share)
         await self._send("input_audio_buffer.committed", previous_item_id=self._conversation.last_id, item_id=item_id)
         await self._add(item, None)
         if (settings := self._values["audio"]["input"]["transcription"]) is not None:
-            self._watch(self._transcriptions.start(item, item.sounds[0], settings))
+            self._transcriptions.start(item, item.sounds[0], settings)
         return item
 
     async def _clear(self, event: Any) -> None:
@@ -341,7 +333,7 @@ class Session(EventSession):
             raise EventError("this model does not accept audio; send text", "item.content", "unsupported")
         await self._make_room(item.num_chars_kept)
         self._check_room("item.content", seconds=item.seconds, num_chars=item.num_chars_kept)
-        item.count(self._budget, self._client.client)
+        item.count(self._share)
         others: Iterable[Item] = () if self._truncates else self._conversation
         await self._read_images(item, sum(len(other.images) for other in others), "item")
         if item.pictures:
@@ -362,11 +354,10 @@ class Session(EventSession):
             try:
                 file = await self._media.image_file(url, param)
             except Exception as error:
-                refusal = as_chat_error(error)
-                raise EventError(refusal.message, param, refusal.code, refusal.type) from error
-            if file is not None and not url.startswith("data:"):
-                item.pictures[index] = Picture(file)
-        item.count_pictures(self._budget, self._client.client)
+                raise as_event_error(error, param) from error
+            if (source := url if url.startswith("data:") else file) is not None:
+                item.pictures[index] = Picture(source)
+        item.count_pictures(self._share)
 
     async def _add(self, item: Item, previous_id: str | None) -> None:
         previous = self._conversation.add(item, previous_id)
@@ -412,60 +403,41 @@ class Session(EventSession):
         if len(self._responses) >= _MAX_RESPONSES:
             raise EventError(f"a session runs at most {_MAX_RESPONSES} responses at once", code="too_many_responses")
         settings = self._rules.for_response(self._values, params)
-        items = self._items_to_read()
-        has_own_input = params is not None and params.input is not None
-        if params is not None and params.input is not None:
-            asr_settings = self._rules.asr_settings(self._values)
-            items = self._conversation.select(params.input, self._buffer.format, asr_settings)
-            num_images = 0
-            for i, item in enumerate(items):
-                if not isinstance(params.input[i], ResponseItemReference):
-                    item.count(self._budget, self._client.client)
-                    await self._read_images(item, num_images, f"response.input[{i}]")
-                num_images += len(item.images)
+        items, own_input = self._items_to_read(), None if params is None else params.input
+        if own_input is not None:
+            items = await self._read_input(own_input)
         if (promoted := self._speculation.promote(settings, items) if params is None else None) is not None:
             response, task = promoted
         else:
-            lasts, metadata = in_conversation and not has_own_input, None if params is None else params.metadata
-            response = self._make_response(settings, items, in_conversation, lasts, metadata, turn)
+            response = Response(
+                self._context,
+                settings,
+                items,
+                self._conversation if in_conversation else None,
+                metadata=None if params is None else params.metadata,
+                turn=turn,
+                lasts=in_conversation and own_input is None,
+            )
             task = response.start()
-            self._watch(task)
         self._responses[response.id] = response
         if in_conversation:
             self._idle.stop()
         task.add_done_callback(lambda _: self._end_response(response))
 
+    async def _read_input(self, given: Sequence[Any]) -> list[Item]:
+        """The input of one response: items of its own, and those of the conversation that it refers to."""
+        items = self._conversation.select(given, self._buffer.format, self._rules.asr_settings(self._values))
+        num_images = 0
+        for i, item in enumerate(items):
+            if not isinstance(given[i], ResponseItemReference):
+                item.count(self._share)
+                await self._read_images(item, num_images, f"response.input[{i}]")
+            num_images += len(item.images)
+        return items
+
     def _items_to_read(self) -> list[Item]:
         """What a response reads of the conversation."""
         return self._conversation.read_items() if self._truncates else list(self._conversation)
-
-    def _make_response(
-        self,
-        settings: Values,
-        items: list[Item],
-        in_conversation: bool = True,
-        lasts: bool = True,
-        metadata: dict[str, str] | None = None,
-        turn: Item | None = None,
-        is_speculative: bool = False,
-    ) -> Response:
-        """Makes a response; the arguments are those of `Response` and `PromptWindow`.
-
-        Raises:
-            EventError: They make no request.
-        """
-        window = None
-        if self._truncates:
-            limits = self._rules.prompt_limits
-            window = PromptWindow(settings, items, limits, lasts=lasts, is_speculative=is_speculative)
-        conversation = self._conversation if in_conversation else None
-        conversation_id = self._conversation_id if in_conversation else None
-        try:
-            return Response(
-                self._context, settings, items, conversation, conversation_id, metadata, turn, window, is_speculative
-            )
-        except (VLLMClientError, ValueError) as error:
-            raise EventError(f"the response cannot be made: {error}", "response") from error
 
     def _end_response(self, response: Response) -> None:
         del self._responses[response.id]

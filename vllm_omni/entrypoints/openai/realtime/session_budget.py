@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that realtime sessions may take: those of one client, and all.
+"""The memory that realtime sessions and unread answers may take: those of one client, and all.
 
 It counts what sessions hold between their events: items with their sounds and images, until the last response that
-reads them has ended; sound that is not committed; events that arrive or are handled; and what a response has made and
-its client has not read. Knows none of these.
+reads them has ended; sound that is not committed; events that arrive or are handled; and, over HTTP too, what an answer
+has of text and speech that its client has not read. Knows none of these.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, flag
@@ -22,6 +23,10 @@ _COLLECT_EVERY_S = 10.0
 """At most: to look for cycles takes the event loop a part of a second, and a client may be refused often."""
 
 
+Share = Callable[..., "SessionShare"]
+"""`SessionBudget.share` for one client: a share of its budget, of a holder if one is given."""
+
+
 class SessionBudget:
     """The budget of one server. For its event loop; what is counted may be freed on any thread."""
 
@@ -29,14 +34,15 @@ class SessionBudget:
         self._max_bytes = limits.max_total_realtime_bytes
         self._max_client_bytes = limits.max_client_realtime_bytes or -(-self._max_bytes // 2)
         self._num_bytes: Counter[bytes | str] = Counter()
+        self._total = 0
         self._freed: deque[SessionShare] = deque()
         self._collected = -_COLLECT_EVERY_S
 
     @property
     def num_bytes(self) -> int:
-        """What all sessions hold."""
+        """What all of them hold."""
         self._take_back_freed()
-        return self._num_bytes.total()
+        return self._total
 
     def share(self, client: bytes | str, holder: Any = None) -> SessionShare:
         """A share of nothing yet.
@@ -60,6 +66,7 @@ class SessionBudget:
             self._collect()
             if refusal := self._refusal(client, num_bytes):
                 raise PipelineFullError(f"{refusal}; delete items, or try again later", _RETRY_S)
+        self._total += num_bytes
         self._num_bytes[client] += num_bytes
         if not self._num_bytes[client]:
             del self._num_bytes[client]
@@ -74,10 +81,10 @@ class SessionBudget:
     def _refusal(self, client: bytes | str, num_bytes: int) -> str | None:
         if self._num_bytes[client] + num_bytes > self._max_client_bytes:
             limit = f"{self._max_client_bytes} bytes ({flag('max_client_realtime_bytes')})"
-            return f"the realtime sessions of this key, or address, would hold more than {limit}"
-        if self._num_bytes.total() + num_bytes > self._max_bytes:
+            return f"the realtime sessions and unread answers of this key, or address, would hold more than {limit}"
+        if self._total + num_bytes > self._max_bytes:
             limit = f"{self._max_bytes} bytes ({flag('max_total_realtime_bytes')})"
-            return f"all realtime sessions would hold more than {limit}"
+            return f"all realtime sessions and unread answers would hold more than {limit}"
         return None
 
     def _take_back_freed(self) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vllm_omni.entrypoints.openai.realtime.chat_stream import end
+from vllm_omni.entrypoints.openai.realtime.audio import Sound
 from vllm_omni.entrypoints.openai.realtime.config import Values
-from vllm_omni.entrypoints.openai.realtime.conversation import Item, Message, Sound, to_messages
+from vllm_omni.entrypoints.openai.realtime.conversation import Item
 from vllm_omni.entrypoints.openai.realtime.response import Response
 from vllm_omni.metrics.stats import SpeculationCounts
 
@@ -31,7 +30,7 @@ class Speculations:
     def __init__(self, limit: int) -> None:
         """`limit`: How many may run at once."""
         self._limit = limit
-        self._running: set[Response] = set()
+        self._running: dict[Response, asyncio.Task[None]] = {}
         self.counts = SpeculationCounts()
 
     @property
@@ -39,80 +38,44 @@ class Speculations:
         """Whether one more may run."""
         return len(self._running) < self._limit
 
-    def start(self, response: Response) -> asyncio.Task[None]:
+    def start(self, response: Response) -> None:
         """Runs a speculative response."""
-        self._running.add(response)
+        task = self._running[response] = response.start()
         self.counts.started += 1
-        task = response.start()
         task.add_done_callback(lambda _: self._end(response))
-        return task
 
-    def promote(self, response: Response) -> None:
+    def promote(self, response: Response) -> asyncio.Task[None]:
         """Has the client get it."""
-        self._running.remove(response)
         self.counts.promoted += 1
         response.promote()
+        return self._running.pop(response)
+
+    def drop(self, response: Response) -> None:
+        """Aborts it, if it runs."""
+        if response in self._running:
+            self._running[response].cancel()
 
     def _end(self, response: Response) -> None:
-        if response in self._running:
-            self._running.remove(response)
+        if self._running.pop(response, None) is not None:
             self.counts.wasted_tokens += response.num_written
 
 
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    """A speculative answer, and what it reads: `turn` after `items`, which were `messages` then."""
-
-    turn: Item
-    response: Response
-    task: asyncio.Task[None]
-    settings: Values
-    items: Sequence[Item]
-    messages: Sequence[Message]
-
-    def reads(self, settings: Values, items: Sequence[Item]) -> bool:
-        """Whether a response with this configuration that reads these items would be the same.
-
-        Not if an ASR stage has written a text among them since.
-        """
-        *before, turn = items or (None,)
-        return (
-            turn is self.turn
-            and len(before) == len(self.items)
-            and all(item is other for item, other in zip(before, self.items, strict=True))
-            and settings == self.settings
-            and to_messages(settings["instructions"], self.items) == self.messages
-        )
-
-
 class Speculation:
-    """The speculative answers of one session, of which one at most is not dropped."""
+    """The speculative answer of one session, the last that was begun and not dropped."""
 
     def __init__(self, speculations: Speculations) -> None:
         self._speculations = speculations
-        self._answer: _Answer | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._response: Response | None = None
 
     @property
     def has_room(self) -> bool:
         """See `Speculations`."""
         return self._speculations.has_room
 
-    def start(self, turn: Item, response: Response, settings: Values, items: Sequence[Item]) -> asyncio.Task[None]:
-        """Runs the answer to a turn that has paused; the one before was dropped.
-
-        Args:
-            turn: It is not in the conversation.
-            response: A speculative one.
-            settings: Its configuration.
-            items: What it reads before the turn.
-        """
-        task = self._speculations.start(response)
-        messages = to_messages(settings["instructions"], items)
-        self._answer = _Answer(turn, response, task, settings, list(items), messages)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def start(self, response: Response) -> None:
+        """Runs the answer to a turn that has paused, and is not in the conversation; the one before was dropped."""
+        self._speculations.start(response)
+        self._response = response
 
     def turn_of(self, sound: Sound, item_id: str, asr_settings: dict[str, Any]) -> Item | None:
         """The turn that an answer was begun to, if this is it: it has the same sound before its last pause.
@@ -120,9 +83,10 @@ class Speculation:
         Args:
             sound, item_id, asr_settings: Of the turn, which has ended.
         """
-        if (answer := self._answer) is None:
+        if self._response is None:
             return None
-        turn, heard = answer.turn, answer.turn.sounds[0].samples
+        turn = self._response.turn
+        heard = turn.sounds[0].samples
         is_same = (
             (item_id, asr_settings) == (turn.id, turn.asr_settings)
             and sound.num_spoken == len(heard)
@@ -133,20 +97,14 @@ class Speculation:
     def promote(self, settings: Values, items: Sequence[Item]) -> tuple[Response, asyncio.Task[None]] | None:
         """The running response that is what one with this configuration would be that reads these items; the client
         gets it from now on. None: there is none."""
-        answer = self._answer
-        if answer is None or not answer.response.can_be_promoted or not answer.reads(settings, items):
+        response = self._response
+        if response is None or not response.matches(settings, items):
             return None
-        self._answer = None
-        self._speculations.promote(answer.response)
-        return answer.response, answer.task
+        self._response = None
+        return response, self._speculations.promote(response)
 
     def drop(self) -> None:
         """Aborts the answer, if there is one."""
-        if self._answer is not None:
-            self._answer.task.cancel()
-            self._answer = None
-
-    async def close(self) -> None:
-        """Aborts all, and waits for their ends."""
-        self._answer = None
-        await asyncio.gather(*map(end, self._tasks))
+        if self._response is not None:
+            self._speculations.drop(self._response)
+            self._response = None

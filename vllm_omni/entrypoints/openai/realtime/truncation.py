@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.realtime.config import PromptLimits, Values
@@ -51,7 +51,10 @@ class _Attempt:
 
 
 class PromptWindow:
-    """Makes the prompt of one response. See `RequestContext.fit_prompt`."""
+    """Makes the prompt of one response. See `RequestContext.fit_prompt`.
+
+    A sound or an image that the model's processor has kept is not decoded again, see `RequestContext.is_preprocessed`.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class PromptWindow:
     ) -> None:
         """
         Args:
-            settings: The configuration of the response; its truncation is not `disabled`.
+            settings: The configuration of the response; if its truncation is `disabled` all is read.
             items: What the response may read, the oldest first.
             lasts: Whether what has left the prompt is not in later ones either, which then begin as this one does.
             is_speculative: Whether this takes effect only by `promote`.
@@ -72,6 +75,7 @@ class PromptWindow:
         self._settings, self._items, self._limits, self._lasts = settings, items, limits, lasts
         self._is_speculative, self._left = is_speculative, items[:0]
         truncation = settings["truncation"]
+        self._truncates = truncation != "disabled"
         options = truncation if isinstance(truncation, Mapping) else {}
         self._ratio: float = options.get("retention_ratio", 1.0)
         self._max_post_tokens: int | None = (options.get("token_limits") or {}).get("post_instructions")
@@ -91,7 +95,7 @@ class PromptWindow:
         async def instructions() -> float:
             return (await attempt([*self._messages(None), {"role": "user", "content": ""}])).num_tokens
 
-        starts = self._starts()
+        starts = self._starts() if self._truncates else [0]
         limit: float = self._limits.max_input_tokens(self._settings["max_output_tokens"])
         if self._max_post_tokens is not None:
             limit = min(limit, await instructions() + self._max_post_tokens)
@@ -164,9 +168,8 @@ class PromptWindow:
 
 
 async def _attempt(request: OmniChatCompletionRequest, render: Render) -> _Attempt:
-    RequestContext.current().restart_media()
     try:
-        result = await render(request)
+        result = await _render(request, render)
     except VLLMValidationError as error:
         if error.parameter not in _TOO_LONG and not isinstance(error, TooMuchMediaError):
             raise
@@ -177,3 +180,19 @@ async def _attempt(request: OmniChatCompletionRequest, render: Render) -> _Attem
         else sum(len(prompt.get("prompt_token_ids") or ()) for prompt in result[1])
     )
     return _Attempt(request, num_tokens, result)
+
+
+async def _render(request: OmniChatCompletionRequest, render: Render) -> Any:
+    context = RequestContext.current()
+    context.restart_media()
+    try:
+        return await render(request)
+    except VLLMClientError:
+        raise
+    except ValueError:
+        # The processor may have dropped what it had kept of a sound or an image, which was not decoded. Now all are.
+        is_preprocessed, context.is_preprocessed = context.is_preprocessed, lambda address: False
+        try:
+            return await render(request)
+        finally:
+            context.is_preprocessed = is_preprocessed

@@ -17,21 +17,21 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 from vllm_omni.model_executor.layers.mimi import MimiEncoder
-from vllm_omni.model_executor.layers.talker import Talker, WholePromptFeedback
+from vllm_omni.model_executor.layers.talker import EncodingTalker, WholePromptFeedback
 
 _FRAMES = "model.embed_tokens.weight"
 _DEPTH_FRAMES = "depth_decoder.embed_tokens.weight"
 _DEPTH_HEADS = "depth_decoder.codebooks_head.weight"
 
 
-class OmniCsm(Talker):
+class OmniCsm(EncodingTalker):
     """
     Attributes:
         model: Llama's layers; its embedding has `vocab_size` rows for each codebook.
@@ -79,30 +79,16 @@ class OmniCsm(Talker):
     def make_feedback_strategy(self, max_batch_size: int) -> "CsmFeedback":
         return CsmFeedback(self, FrameLoop(self.depth_decoder, max_batch_size, self.max_model_len))
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """First codes only; vLLM requires it, and the strategy overwrites its rows."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_frames(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_codebooks]` -> `[N, hidden]`."""
         return self.model.embed_tokens(codes + self.offsets).sum(1)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        codec: dict[str, torch.Tensor] = {}
-        mapped = self.hf_to_vllm_mapper.apply(weights)
-        loaded = AutoWeightsLoader(self).load_weights(self._split(mapped, codec))
-        return loaded | {f"codec.{name}" for name in self.codec.load(codec)}
-
-    def _split(
-        self, weights: Iterable[tuple[str, torch.Tensor]], codec: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Splits the depth decoder's weights by codebook, and takes out those of the codec. A checkpoint can have one
-        table for the frames' embeddings of both decoders."""
+    def split_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Splits the depth decoder's weights by codebook. A checkpoint can have one table for the frames' embeddings of
+        both decoders."""
         tables: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
-            if name.startswith("codec."):
-                codec[name.removeprefix("codec.")] = tensor
-            elif name in (_FRAMES, _DEPTH_FRAMES):
+            if name in (_FRAMES, _DEPTH_FRAMES):
                 tables[name] = tensor
             elif name == _DEPTH_HEADS:  # [num_codebooks - 1, hidden, vocab]
                 size = self.config.codec_config.codebook_size

@@ -18,12 +18,11 @@ from vllm_omni.model_executor.prompt_processor import (
     read_reference,
     read_sound,
     read_text,
+    read_turns,
 )
 
 MAX_SECONDS = 120.0
 """Of one sound; all of them must fit into the model's context, of 2048 rows at 12.5 a second."""
-
-_TURN = ("text", "audio", "speaker")
 
 
 class CsmPromptProcessor(PromptProcessor):
@@ -55,7 +54,7 @@ class CsmPromptProcessor(PromptProcessor):
     def process(self, given: Mapping[str, Any]) -> StageInput:
         text = read_text(given["prompt"], "prompt")
         speaker = read_choice(given.get("speaker", "0"), "speaker", self.voices)
-        turns = _read_turns(given.get("context", []))
+        turns = read_turns(given.get("context", []), ("text", "audio"), ("speaker",))
         if reference := read_reference(given):
             audio, ref_text = reference
             turns.insert(0, ("ref_audio", {"text": ref_text, "audio": audio}))
@@ -89,13 +88,3 @@ class CsmPromptProcessor(PromptProcessor):
             raise ValueError("a text has special tokens of this model; remove them")
         counts = iter([-(-len(sound) // self._frame_size) for sound in sounds])
         return [token for token in text_ids for _ in range(next(counts) if token == audio_id else 1)]
-
-
-def _read_turns(context: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The turns with their names in messages."""
-    if not isinstance(context, (list, tuple)):
-        raise TypeError(f"context must be a list of turns, not {type(context).__name__}")
-    for index, turn in enumerate(context):
-        if not isinstance(turn, Mapping) or not {"text", "audio"} <= turn.keys() <= set(_TURN):
-            raise ValueError(f"context[{index}] must be a dict with text and audio, and may have speaker")
-    return [(f"context[{index}]", dict(turn)) for index, turn in enumerate(context)]

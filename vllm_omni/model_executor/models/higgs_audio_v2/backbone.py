@@ -21,13 +21,13 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, RequestInput
 from vllm_omni.model_executor.layers.delay_pattern import DelayedFrames, DelayPattern
-from vllm_omni.model_executor.layers.talker import Talker, WholePromptFeedback
+from vllm_omni.model_executor.layers.talker import EncodingTalker, WholePromptFeedback
 from vllm_omni.model_executor.models.higgs_audio_v2.codec import HiggsAudioEncoder
 from vllm_omni.model_executor.models.higgs_audio_v2.tokenizer import find_codec, read_codec_config
 from vllm_omni.model_executor.sound_cache import SoundCache
@@ -104,7 +104,7 @@ class DualModel(LlamaModel):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, is_sound=mask)
 
 
-class OmniHiggsAudio(Talker):
+class OmniHiggsAudio(EncodingTalker):
     """
     Attributes:
         model: Llama's layers, with the embedding of text.
@@ -151,10 +151,6 @@ class OmniHiggsAudio(Talker):
         padding = self.config.vocab_size - self.config.codebook_size
         return None if logits is None else F.pad(logits, (0, padding), value=float("-inf"))
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Text only; vLLM requires it, and the strategy overwrites its rows."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_frames(self, codes: torch.Tensor) -> torch.Tensor:
         """`[N, num_codebooks]` -> `[N, hidden]`."""
         return self.embed_audio_tokens(codes + self.offsets).sum(1)
@@ -179,19 +175,9 @@ class OmniHiggsAudio(Talker):
             embeds[self.is_sound(text_ids)] = self.embed_frames(self.pattern.delay(codes))
         return embeds
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        codec: dict[str, torch.Tensor] = {}
-        loaded = AutoWeightsLoader(self).load_weights(self._split(self.hf_to_vllm_mapper.apply(weights), codec))
-        return loaded | {f"codec.{name}" for name in self.codec.load(codec)}
-
-    def _split(
-        self, weights: Iterable[tuple[str, torch.Tensor]], codec: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Takes out those of the codec, and gives the first codebook's head to vLLM's sampler, too."""
+    def split_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gives the first codebook's head to vLLM's sampler, too."""
         for name, tensor in weights:
-            if name.startswith("codec."):
-                codec[name.removeprefix("codec.")] = tensor
-                continue
             yield name, tensor
             if name == _HEADS:
                 yield "codec_head.weight", tensor[: self.config.codebook_size]

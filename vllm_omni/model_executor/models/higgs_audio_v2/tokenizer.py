@@ -16,13 +16,17 @@ from torch import nn
 from transformers import HiggsAudioV2TokenizerConfig, XcodecModel
 from transformers.models.xcodec.modeling_xcodec import XcodecVectorQuantization
 
-from vllm_omni.model_executor.layers.resample import resample
-
 CODEC = "bosonai/higgs-audio-v2-tokenizer"
 """The tokenizer's checkpoint: a folder of the pipeline's checkpoint, otherwise a name on the hub."""
 
 SEMANTIC_PADDING = 160
 """Samples on either side of what the semantic model reads."""
+
+SINC_WIDTH = 6
+"""Zero crossings of the sinc on either side."""
+
+ROLLOFF = 0.99
+"""Cutoff, as a part of the lower rate's highest frequency."""
 
 
 def find_codec(checkpoint: str) -> str:
@@ -76,3 +80,20 @@ class ProjectedQuantizer(XcodecVectorQuantization):
     def decode(self, embed_ind: torch.Tensor) -> torch.Tensor:
         """`[B, frames]` int64 -> `[B, hidden, frames]`."""
         return self.project_out(self.codebook.decode(embed_ind)).transpose(1, 2)
+
+
+def resample(sounds: torch.Tensor, rate: int, new_rate: int) -> torch.Tensor:
+    """`[B, samples]` at one rate -> `[B, samples]` at another, each row by itself: as torchaudio's
+    `functional.resample`, by a sinc in a Hann window. torchaudio has no builds for a torch of the CPU."""
+    if rate == new_rate:
+        return sounds
+    old, new = rate // math.gcd(rate, new_rate), new_rate // math.gcd(rate, new_rate)
+    cutoff = min(old, new) * ROLLOFF
+    width = math.ceil(SINC_WIDTH * old / cutoff)
+    inputs = torch.arange(-width, width + old, dtype=torch.float64) / old
+    outputs = torch.arange(new, dtype=torch.float64)[:, None] / new
+    time = ((inputs - outputs) * cutoff).clamp(-SINC_WIDTH, SINC_WIDTH)
+    kernels = torch.sinc(time) * torch.cos(time * math.pi / (2 * SINC_WIDTH)) ** 2 * (cutoff / old)
+    padded = F.pad(sounds, (width, width + old))[:, None]
+    waves = F.conv1d(padded, kernels.to(sounds)[:, None], stride=old)  # [B, new, steps]
+    return waves.transpose(1, 2).flatten(1)[:, : math.ceil(new * sounds.shape[1] / old)]

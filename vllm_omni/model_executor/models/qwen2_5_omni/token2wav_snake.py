@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-TAPS = 12
 REACH = 3
 """Samples at the input's rate that each filter reads on each side."""
 TILE = 512

@@ -77,10 +77,6 @@ class OmniQwen3OmniMoeTalker(QwenOmniTalker):
         frames = FrameLoop(self.code_predictor, max_batch_size, self.max_model_len)
         return TalkerFeedback(self.model.embed_tokens, self.prompt_builder, frames, max_batch_size)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Codec embeddings of first codes; the rest of a row's input is added when the code is fed back."""
-        return self.model.embed_input_ids(input_ids)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         whole = self.config.omni_parent_config
         token_ids = [whole[f"tts_{name}_token_id"] for name in ("bos", "eos", "pad")]

@@ -8,7 +8,6 @@ the talker, too.
 Reference: `Qwen3TTSForConditionalGeneration` of the authors' `qwen-tts`. This file knows no engine.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.qwen3 import Qwen3Model
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.feedback import RequestInput
@@ -26,7 +25,7 @@ from vllm_omni.model_executor.layers.depth_decoder import DepthDecoder
 from vllm_omni.model_executor.layers.frame_loop import FrameLoop
 from vllm_omni.model_executor.layers.mimi import MimiEncoder
 from vllm_omni.model_executor.layers.residual_codes import ResidualFilter
-from vllm_omni.model_executor.layers.talker import FrameFeedback, Talker, find_specials
+from vllm_omni.model_executor.layers.talker import EncodingTalker, FrameFeedback, find_specials
 from vllm_omni.model_executor.models.qwen3_tts.configuration import Qwen3TTSTokenizerConfig
 from vllm_omni.model_executor.models.qwen3_tts.prompt import REFERENCE, SPEAKER
 from vllm_omni.model_executor.models.qwen3_tts.speaker_encoder import SpeakerEncoder
@@ -47,13 +46,14 @@ class TextProjection(nn.Module):
         return self.linear_fc2(F.silu(self.linear_fc1(rows)))
 
 
-class OmniQwen3TTSTalker(Talker):
+class OmniQwen3TTSTalker(EncodingTalker):
     """
     Attributes:
         speaker_encoder, codec_encoder: Only of a checkpoint that clones: sounds to embeddings of speakers, to frames.
         secondary_weights: For vLLM's loader: the codec is a checkpoint in a folder of this one.
     """
 
+    encoder_name = "codec_encoder"
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "talker.model.codec_embedding.": "model.embed_tokens.",
@@ -100,10 +100,6 @@ class OmniQwen3TTSTalker(Talker):
         frames = FrameLoop(self.code_predictor, max_batch_size, self.max_model_len)
         return Qwen3TTSFeedback(self, frames, max_batch_size)
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Codec embeddings of first codes and marks."""
-        return self.model.embed_input_ids(input_ids)
-
     def embed_text(self, text_ids: torch.Tensor) -> torch.Tensor:
         """`[n]` on any device -> `[n, hidden]`."""
         return self.text_projection(self.text_embedding(text_ids.to(self.suppressed.device)))
@@ -135,25 +131,6 @@ class OmniQwen3TTSTalker(Talker):
                 residual = self.code_predictor.embed_codes(frames[:, 1:])
                 embeds[codes == REFERENCE] += self.embed_input_ids(frames[:, 0]) + residual
         return embeds, frames
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        encoder: dict[str, torch.Tensor] = {}
-        mapped = self.hf_to_vllm_mapper.apply(weights)
-        loaded = AutoWeightsLoader(self).load_weights(_take_out(mapped, "codec_encoder.", encoder))
-        if encoder:
-            loaded |= {f"codec_encoder.{name}" for name in self.codec_encoder.load(encoder)}
-        return loaded
-
-
-def _take_out(
-    weights: Iterable[tuple[str, torch.Tensor]], prefix: str, taken: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights without those of this prefix, which are put into `taken`."""
-    for name, tensor in weights:
-        if name.startswith(prefix):
-            taken[name.removeprefix(prefix)] = tensor
-        else:
-            yield name, tensor
 
 
 class Qwen3TTSFeedback(FrameFeedback):

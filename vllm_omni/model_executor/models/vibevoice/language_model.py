@@ -28,7 +28,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.feedback import FedBack, FedBackRows, FeedbackStrategy, InputPiece, RequestInput
 from vllm_omni.model_executor.feedback_buffers import SlotBuffer, with_room_for
 from vllm_omni.model_executor.models.vibevoice.frames import FrameNoise, SlotPaddings
-from vllm_omni.model_executor.models.vibevoice.settings import read_generation_config
+from vllm_omni.model_executor.models.vibevoice.prompt import read_generation_config
 from vllm_omni.model_executor.sound_cache import SoundCache
 
 DEFAULT_STEPS = 10

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from transformers import PretrainedConfig, VibeVoiceProcessor
+from transformers import GenerationConfig, PretrainedConfig, VibeVoiceProcessor
 from vllm.tokenizers import TokenizerLike
 
 from vllm_omni.inputs import StageInput
-from vllm_omni.model_executor.models.vibevoice.settings import read_generation_config
 from vllm_omni.model_executor.prompt_processor import (
     PromptProcessor,
     read_choice,
     read_guidance_scale,
     read_sound,
     read_text,
+    read_turns,
 )
 from vllm_omni.payloads import Guidance
 
@@ -27,7 +27,6 @@ MAX_SECONDS = 60.0
 """Of the sound of one voice."""
 
 _LINE = re.compile(r"speaker\s+(\d+)\s*:\s*(.*)", re.IGNORECASE)
-_TURN = {"speaker", "audio", "text"}
 
 
 class VibeVoicePromptProcessor(PromptProcessor):
@@ -106,13 +105,7 @@ class VibeVoicePromptProcessor(PromptProcessor):
         sounds = {}
         if "ref_audio" in given:
             sounds[first] = read_sound(given["ref_audio"], "ref_audio", self._rate, MAX_SECONDS)
-        turns = given.get("context", [])
-        if not isinstance(turns, (list, tuple)):
-            raise TypeError(f"context must be a list of turns, not {type(turns).__name__}")
-        for index, turn in enumerate(turns):
-            name = f"context[{index}]"
-            if not isinstance(turn, Mapping) or not {"audio"} <= turn.keys() <= _TURN:
-                raise ValueError(f"{name} must be a dict with audio, and may have speaker and text")
+        for name, turn in read_turns(given.get("context", []), ("audio",), ("speaker", "text")):
             number = read_choice(str(turn.get("speaker", speaker)), f"{name}: speaker", self.voices)
             if number in sounds:
                 raise ValueError(f"{name}: speaker {number} has a voice already")
@@ -127,3 +120,12 @@ def _as_sounds(made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     sizes = made["padding_mask"].sum(-1)
     sounds = [wave[0, :size] for wave, size in zip(made["input_values"], sizes.tolist(), strict=True)]
     return {"sounds": torch.cat(sounds), "sound_sizes": sizes.long()}
+
+
+def read_generation_config(checkpoint: str, revision: str | None) -> Any:
+    """How the checkpoint wants to be sampled: guidance, and the solver of its diffusion head. One of defaults where it
+    says nothing."""
+    try:
+        return GenerationConfig.from_pretrained(checkpoint, revision=revision or "main")
+    except OSError:
+        return GenerationConfig()

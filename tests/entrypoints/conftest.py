@@ -8,17 +8,15 @@ from unittest import mock
 
 import pytest
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, OmniLLM
 
 CSM_FRAMES = 60
 
 
 def start(model: Path, **arguments: object) -> OmniLLM:
-    with quick_servers():
-        return OmniLLM(
-            str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **arguments
-        )
+    return OmniLLM(
+        str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **arguments
+    )
 
 
 def as_async(llm: OmniLLM) -> AsyncOmniLLM:

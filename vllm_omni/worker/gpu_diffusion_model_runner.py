@@ -32,7 +32,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
+from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS, check_num_frames
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
@@ -434,14 +434,11 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
     for name in ("height", "width"):
         size = arguments.get(name)
         if factor and size is not None and size % factor:
-            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
+            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor)}")
     factor = next((getattr(pipe, name) for name in _TEMPORAL_FACTORS if hasattr(pipe, name)), None)
     num_frames = arguments.get("num_frames")
-    if factor and num_frames is not None and (num_frames - 1) % factor:
-        raise ValueError(
-            f"num_frames {num_frames}: this pipeline makes multiples of {factor}, and one more"
-            f"{_near(num_frames, factor, 1)}"
-        )
+    if factor and num_frames is not None:
+        check_num_frames(num_frames, factor)
 
 
 def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -507,7 +504,7 @@ def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
     return max(processor.config.vae_scale_factor, patch)
 
 
-def _near(size: int, factor: int, offset: int) -> str:
-    below = (size - offset) // factor * factor + offset
+def _near(size: int, factor: int) -> str:
+    below = size // factor * factor
     nearest = [str(value) for value in (below, below + factor) if value > 0]
     return f"; the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"

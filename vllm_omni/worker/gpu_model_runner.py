@@ -22,7 +22,6 @@ from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.model_executor.interfaces import (
     RequestSpan,
     SupportsAuxHiddenStates,
-    SupportsInputChunks,
     SupportsOmniOutput,
     SupportsPostprocess,
     SupportsPreprocess,
@@ -39,7 +38,7 @@ class ModelHooks:
     """The hooks of `model_executor.interfaces` that a model has.
 
     Attributes:
-        preprocess, output, postprocess, input_chunks: The model, where it has the hook.
+        preprocess, output, postprocess: The model, where it has the hook.
         aux_layers: The layers whose inputs are captured.
         takes_information: Its forward takes `runtime_additional_information`.
     """
@@ -47,7 +46,6 @@ class ModelHooks:
     preprocess: SupportsPreprocess | None = None
     output: SupportsOmniOutput | None = None
     postprocess: SupportsPostprocess | None = None
-    input_chunks: SupportsInputChunks | None = None
     aux_layers: tuple[int, ...] = ()
     takes_information: bool = False
 
@@ -57,7 +55,6 @@ class ModelHooks:
             preprocess=model if isinstance(model, SupportsPreprocess) else None,
             output=model if isinstance(model, SupportsOmniOutput) else None,
             postprocess=model if isinstance(model, SupportsPostprocess) else None,
-            input_chunks=model if isinstance(model, SupportsInputChunks) else None,
             aux_layers=tuple(model.omni_aux_hidden_state_layers) if isinstance(model, SupportsAuxHiddenStates) else (),
             takes_information="runtime_additional_information" in inspect.signature(model.forward).parameters,
         )
@@ -163,11 +160,8 @@ class OmniGPUModelRunner(GPUModelRunner):
     def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
         information = dict(self.omni_info.get(req_id, {}))
         more = {} if chunk.information is None else chunk.information.to_dict()
-        if self.hooks.input_chunks is not None:
-            self.hooks.input_chunks.extend_information(information, more, chunk.is_last)
-        else:
-            extend_information(information, more)
-        self.omni_info[req_id] = information  # the whole chunk, or, if the hook raises, nothing of it
+        extend_information(information, more)
+        self.omni_info[req_id] = information  # the whole chunk, or, if it does not fit, nothing of it
 
     def _remove_input(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
@@ -297,10 +291,7 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 
 def extend_information(information: dict[str, Any], chunk: dict[str, Any]) -> None:
-    """Appends a chunk's tensors to those of the same name along their first dimension; replaces everything else.
-
-    For models without a hook for it.
-    """
+    """Appends a chunk's tensors to those of the same name along their first dimension; replaces everything else."""
     for name, value in chunk.items():
         known = information.get(name)
         if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):

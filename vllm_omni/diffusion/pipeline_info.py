@@ -50,6 +50,8 @@ _NEEDED_BY = {
 _SEVERAL_NETS = ("MultiControlNet", "MultiAdapter")
 # Fields of the outputs of pipelines without a prompt that are no picture, video or sound.
 _PICTURES = ("images", "frames", "audios", "prediction", "videos")
+ANY_NUM_FRAMES = ("AllegroPipeline",)
+"""Pipelines that decode more frames than a request has, and cut the video."""
 # By signature they take one image for each prompt; in fact several for one prompt.
 _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
@@ -352,13 +354,16 @@ _TEMPORAL_FACTORS = ("scale_factor_temporal", "temporal_compression_ratio")
 
 
 def temporal_factor(model: str, index: dict[str, Any], revision: str | None = None) -> int:
-    """Frames of one latent frame of a checkpoint's VAE, from its configuration; 1 where it has none.
+    """Frames of one latent frame of a checkpoint's VAE, from its configuration; 1 where it has none,
+    or where its pipeline makes any number of frames.
 
     Such a VAE makes a multiple of this number of frames, and one more.
 
     Args:
         index: The checkpoint's `model_index.json`.
     """
+    if index.get("_class_name") in ANY_NUM_FRAMES:
+        return 1
     values = _component_values("vae", _TEMPORAL_FACTORS, model, index, revision)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 

@@ -32,7 +32,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
+from vllm_omni.diffusion.pipeline_info import ANY_NUM_FRAMES, SOUND_FIELD, VAE_CHANNELS
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
@@ -436,7 +436,7 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
         if factor and size is not None and size % factor:
             raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
     factor = next((getattr(pipe, name) for name in _TEMPORAL_FACTORS if hasattr(pipe, name)), None)
-    num_frames = arguments.get("num_frames")
+    num_frames = None if type(pipe).__name__ in ANY_NUM_FRAMES else arguments.get("num_frames")
     if factor and num_frames is not None and (num_frames - 1) % factor:
         raise ValueError(
             f"num_frames {num_frames}: this pipeline makes multiples of {factor}, and one more"

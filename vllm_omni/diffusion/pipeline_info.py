@@ -106,6 +106,11 @@ class PipelineInfo:
                 f"{model}: {pipeline_class.__name__} takes no prompt and makes {', '.join(sorted(made)) or 'nothing'}; "
                 "a diffusion stage makes images, videos and sound"
             )
+        if hasattr(pipeline_class, "invert"):
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} needs a call of its `invert` before each of its own, and a stage "
+                "makes one call for a request; use another pipeline"
+            )
         if "texts" in made:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} makes text; a diffusion stage makes images, videos and sound"
@@ -271,7 +276,8 @@ def takes_several_images(pipeline_class: type, name: str = "image") -> bool:
     lists = [] if parameter is None else [a for a in alternatives(parameter.annotation) if get_origin(a) is list]
     items = [item for a in lists for item in get_args(a)[:1]]
     of_any = any(get_origin(item) in (Union, types.UnionType) and "Image" in str(item) for item in items)
-    return of_any or (bool(items) and all(item is Image.Image for item in items))
+    of_images = bool(items) and all(item in (Image.Image, list[Image.Image]) for item in items)  # the lists of a batch
+    return of_any or (of_images and Image.Image in items)
 
 
 def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:

@@ -331,7 +331,7 @@ class DiffusionModelRunner:
                 self._find_changes(running)
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            output, sound = _as_output(call.result), _sound_of(call.result)
+            output, sound = as_output(call.result), _sound_of(call.result)
             recorder = running.recorder
             end = JobEnd(job, output, sound, None if recorder is None else recorder.trajectory())
         except _PromptsEncoded:
@@ -392,7 +392,7 @@ def _find_sample_rate(pipe: DiffusionPipeline) -> int | None:
     return next((getattr(config, name) for config in configs for name in _RATES if hasattr(config, name)), None)
 
 
-def _as_output(result: Any) -> torch.Tensor:
+def as_output(result: Any) -> torch.Tensor:
     """The only output of a pipeline's call, as `JobEnd` describes it.
 
     Raises:
@@ -401,6 +401,8 @@ def _as_output(result: Any) -> torch.Tensor:
     outputs = result[0]  # the first field of every output class
     if len(outputs) == 1 and isinstance(outputs[0], Image.Image):
         return _on_cpu(np.asarray(outputs[0].convert("RGB"), np.float32) / 255)
+    if isinstance(outputs, np.ndarray) and outputs.ndim == 4 and len(outputs) > 1:
+        return _on_cpu(outputs)  # The frames of one video, or several pictures of one image: a call has one prompt.
     if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
         raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
     return _on_cpu(outputs[0])

@@ -122,9 +122,7 @@ class Killer:
             time.sleep(0.02)
 
 
-def listen(
-    llm: OmniLLM, conversations: list[list[dict[str, str]]], killer: Killer | None = None, num_events: int = 0
-) -> list[Stream]:
+def listen(llm: OmniLLM, conversations: list[Any], killer: Killer | None = None, num_events: int = 0) -> list[Stream]:
     """The stream of each conversation. After so many segments a stage is killed."""
     streams = [Stream() for _ in conversations]
     count = 0
@@ -158,7 +156,7 @@ def measure(args: Namespace) -> Report:
     num_kills = args.kills or (6 if args.quick else 100)
     dice = random.Random(0)
     texts = [f"Say: {describe(random_scene(dice))}" for _ in range(CLIENTS)]
-    conversations = [[{"role": "user", "content": text}] for text in texts]
+    conversations: list[Any] = [[{"role": "user", "content": text}] for text in texts]
     report = Report("deaths", {"model": MODEL, "clients": CLIENTS})
     for replicas in REPLICAS:
         with tempfile.TemporaryDirectory() as folder, open_pipeline(Path(folder), replicas) as llm:
@@ -173,7 +171,7 @@ def measure(args: Namespace) -> Report:
                 killer.wait_until_ready()
         for kills, rounds in ((0, undisturbed), (killer.count, disturbed)):
             report.rows.append({"processes of a stage": replicas, "kills": kills, **rounds.row()})
-        report.ratios[f"unbroken_{replicas}"] = 1 - report.rows[-1]["broken"] / report.rows[-1]["streams"]
+        report.ratios[f"unbroken_{replicas}"] = 1 - disturbed.row()["broken"] / len(disturbed.streams)
     report.notes += [
         f"differ: in text, in length, or by more than {ATOL:g} in a sample, which is what batches of other sizes do",
         "unbroken: streams that came to their end, to all; 1 is asked",

@@ -6,13 +6,14 @@
     python benchmarks/streaming.py --part conversations [--conversations 16]
     python benchmarks/streaming.py --part large [--layers N] [--experts N] [--tiny]
     python benchmarks/streaming.py --part efficiency
+    python benchmarks/streaming.py --part deaths [--kills N]
 
 For each model two pipelines get the same prompts (text, image, audio and video in turn), greedily in float32, and make
 10 seconds of speech for each (3 with `--quick`). One streams as its stage configuration has it; in the other every
 stage hands over its whole result. Each of `--concurrency` clients sends its next request when the last one is done.
 HF makes the whole speech before any of it can be played; of requests that are sent together, each waits for those
-before it. Weights are random. The other parts are described in `conversations.py`, `large_omni.py` and
-`efficiency.py`.
+before it. Weights are random. The other parts are described in `conversations.py`, `large_omni.py`, `efficiency.py` and
+`stage_deaths.py`.
 
 tokens/s, sound s/s: tokens of text, and seconds of speech, made in a second. TTFT, TTFA: time to the first token, and
 to the first segment of speech. RTF: seconds for each second of speech. A gap is the time between two segments.
@@ -28,6 +29,7 @@ from pathlib import Path
 import conversations
 import efficiency
 import large_omni
+import stage_deaths
 import yaml
 from backends import (
     CODES,
@@ -139,6 +141,7 @@ PARTS = {
     "conversations": conversations.measure_all,
     "large": large_omni.measure,
     "efficiency": efficiency.measure,
+    "deaths": stage_deaths.measure,
 }
 
 
@@ -155,6 +158,7 @@ def main() -> None:
     of_large.add_argument("--layers", type=int, help="of the thinker (default: what fits)")
     of_large.add_argument("--experts", type=int, help="of each layer of the thinker (default: what fits)")
     of_large.add_argument("--tiny", action="store_true", help="the tiny checkpoint in float32, on a CPU too")
+    parser.add_argument("--kills", type=int, help="of deaths (default 100; 6 with --quick)")
     args = parse(parser)
     PARTS[args.part](args).finish(args.output)
 

@@ -303,6 +303,7 @@ class DiffusionModelRunner:
             num_steps = (
                 len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
             )
+        running.num_completed, running.num_steps = step + 1, num_steps
         preview = None
         if job.preview_every and latents is not None:
             if (step + 1) % job.preview_every == 0 and step + 1 < num_steps:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from tests.entrypoints.conftest import start
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.oracles.base import NoSpeech
 from vllm_omni.testing.oracles.csm import CsmReference, as_conversation
 
 ATOL, RTOL = 1e-5, 1e-6
@@ -101,26 +102,70 @@ def test_log_probabilities_of_sampled_codes(tiny_csm: Path, tmp_path: Path, logp
         check(output, logits)
 
 
+def speak(llm: OmniLLM) -> list[tuple[dict[str, Any], OmniRequestOutput, OmniRequestOutput]]:
+    """Prompts, several at once and one alone, with the thinker's text and the talker's codes."""
+    prompts: list[Any] = [{"prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"} for text in TEXTS]
+    params: list[Any] = [{"temperature": 0.0, **REPLY}, {**SAMPLED, "max_tokens": 20, "seed": 1}, None]
+    outputs = [each for given in (prompts, prompts[:1]) for each in llm.generate(given, params, use_tqdm=False)]
+    texts, codes = ([it for it in outputs if it.final_output_type == kind] for kind in ("text", CODES))
+    return list(zip([*prompts, prompts[0]], texts, codes, strict=True))
+
+
+REPLY = {"min_tokens": 6, "max_tokens": 12}
+
+
 @pytest.mark.slow
 @torch.no_grad()
-def test_log_probabilities_of_a_talker(tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
+def test_log_probabilities_of_a_talker_of_frames(tiny_qwen3_omni_moe: Path, tmp_path: Path) -> None:
     """Its input is what transformers makes of the same reply, and the frames that were sampled."""
-    thinker = {"temperature": 0.0, "min_tokens": 6, "max_tokens": 12}
-    params: list[Any] = [thinker, {**SAMPLED, "max_tokens": 20, "seed": 1}, None]
-    prompts: list[Any] = [{"prompt": f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"} for text in TEXTS]
     with with_codes(tiny_qwen3_omni_moe, "qwen3_omni_moe", 1, tmp_path) as llm:
-        outputs = [each for given in (prompts, prompts[:1]) for each in llm.generate(given, params, use_tqdm=False)]
-    texts, found = ([it for it in outputs if it.final_output_type == kind] for kind in ("text", CODES))
+        spoken = speak(llm)
     oracle = HFOracle(tiny_qwen3_omni_moe, num_threads=1)
     talker = oracle.model.talker
-    for prompt, text, output in zip([*prompts, prompts[0]], texts, found, strict=True):
+    tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
+    for prompt, text, output in spoken:
         reference = oracle.generate(prompt, thinker_min_tokens=6, thinker_max_tokens=12, talker_max_tokens=2)
         assert list(text.outputs[0].token_ids) == reference.thinker_token_ids
         frames, inputs = frames_of(output), reference.talker_inputs
         assert len(frames) == len(output.outputs[0].token_ids) - 1
-        tables = [talker.get_input_embeddings(), *talker.code_predictor.get_input_embeddings()]
         fed_back = sum(table(codes) for table, codes in zip(tables, frames.T, strict=True))  # [frames, hidden]
-        spoken = inputs["trailing_text_hidden"][0, : len(frames)]
-        padding = inputs["tts_pad_embed"][0].expand(len(frames) - len(spoken), -1)
-        rows = torch.cat([inputs["inputs_embeds"][0], fed_back + torch.cat([spoken, padding])])
+        spoken_text = inputs["trailing_text_hidden"][0, : len(frames)]
+        padding = inputs["tts_pad_embed"][0].expand(len(frames) - len(spoken_text), -1)
+        rows = torch.cat([inputs["inputs_embeds"][0], fed_back + torch.cat([spoken_text, padding])])
         check(output, talker(inputs_embeds=rows[None]).logits[0, -len(frames) - 1 :])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    """Those of transformers' own loop, in which each token is replaced by the sampled one."""
+    with with_codes(tiny_qwen2_5_omni, "qwen2_5_omni", 1, tmp_path) as llm:
+        spoken = speak(llm)
+    oracle = HFOracle(tiny_qwen2_5_omni, num_threads=1)
+    talker, arguments = oracle.model.talker, {}
+
+    def take(**kwargs: Any) -> None:
+        arguments.update(kwargs)
+        raise NoSpeech
+
+    talker.generate = take
+    for prompt, text, output in spoken:
+        reference = oracle.generate(prompt, thinker_min_tokens=6, thinker_max_tokens=12, talker_max_tokens=2)
+        tokens = list(output.outputs[0].token_ids)
+        assert list(text.outputs[0].token_ids) == reference.thinker_token_ids and len(tokens) > 2
+        given = {**arguments, "max_new_tokens": len(tokens), "output_logits": True, "return_dict_in_generate": True}
+        forced = LogitsProcessorList([Forced(tokens)])
+        logits = type(talker).generate(talker, **given, logits_processor=forced).logits
+        check(output, torch.cat(logits))
+
+
+class Forced(LogitsProcessor):
+    """These tokens, one after the other."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = iter(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, next(self._tokens)] = 0
+        return forced

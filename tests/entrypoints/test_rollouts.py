@@ -37,10 +37,10 @@ def gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def check(output: OmniRequestOutput, logits: torch.Tensor) -> None:
+def check(output: OmniRequestOutput, logits: torch.Tensor, atol: float = ATOL) -> None:
     """`logits`: `[tokens, vocab]`, the reference's, before each token of an output of codes."""
     expected = gather(logits, torch.tensor(output.outputs[0].token_ids))
-    torch.testing.assert_close(log_probs_of(output), expected, atol=ATOL, rtol=RTOL)
+    torch.testing.assert_close(log_probs_of(output), expected, atol=atol, rtol=RTOL)
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def test_log_probabilities_of_sampled_codes(tiny_csm: Path, tmp_path: Path, logp
     """Of each frame's first code: `raw` ones are of all ids of the model's head, `processed` ones of what is sampled
     from, which is codes only."""
     reference = CsmReference(tiny_csm)
-    params: list[Any] = [{**SAMPLED, "max_tokens": 20, "seed": 1}, None]
+    params: list[Any] = [{**SAMPLED, "min_tokens": 8, "max_tokens": 20, "seed": 1}, None]
     with with_codes(tiny_csm, "csm", 0, tmp_path, logprobs_mode=logprobs_mode) as llm:
         outputs = [each for texts in (TEXTS, TEXTS[:1]) for each in llm.generate(texts, params, use_tqdm=False)]
     found = [output for output in outputs if output.final_output_type == CODES]
@@ -138,7 +138,8 @@ def test_log_probabilities_of_a_talker_of_frames(tiny_qwen3_omni_moe: Path, tmp_
 @pytest.mark.slow
 @torch.no_grad()
 def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
-    """Those of transformers' own loop, in which each token is replaced by the sampled one."""
+    """Those of transformers' own loop, in which each token is replaced by the sampled one. Ours adds projected tokens
+    to projected text, where that projects their sum: equal up to rounding."""
     with with_codes(tiny_qwen2_5_omni, "qwen2_5_omni", 1, tmp_path) as llm:
         spoken = speak(llm)
     oracle = HFOracle(tiny_qwen2_5_omni, num_threads=1)
@@ -156,7 +157,7 @@ def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_pa
         given = {**arguments, "max_new_tokens": len(tokens), "output_logits": True, "return_dict_in_generate": True}
         forced = LogitsProcessorList([Forced(tokens)])
         logits = type(talker).generate(talker, **given, logits_processor=forced).logits
-        check(output, torch.cat(logits))
+        check(output, torch.cat(logits), atol=3e-5)
 
 
 class Forced(LogitsProcessor):

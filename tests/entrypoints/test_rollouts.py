@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM
 
 from tests.entrypoints.conftest import start
 from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
-from vllm_omni.testing.oracles.base import NoSpeech
 from vllm_omni.testing.oracles.csm import CsmReference, as_conversation
 
 ATOL, RTOL = 1e-5, 1e-6
@@ -37,10 +36,10 @@ def gather(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def check(output: OmniRequestOutput, logits: torch.Tensor, atol: float = ATOL) -> None:
+def check(output: OmniRequestOutput, logits: torch.Tensor) -> None:
     """`logits`: `[tokens, vocab]`, the reference's, before each token of an output of codes."""
     expected = gather(logits, torch.tensor(output.outputs[0].token_ids))
-    torch.testing.assert_close(log_probs_of(output), expected, atol=atol, rtol=RTOL)
+    torch.testing.assert_close(log_probs_of(output), expected, atol=ATOL, rtol=RTOL)
 
 
 @torch.no_grad()
@@ -133,40 +132,3 @@ def test_log_probabilities_of_a_talker_of_frames(tiny_qwen3_omni_moe: Path, tmp_
         padding = inputs["tts_pad_embed"][0].expand(len(frames) - len(spoken_text), -1)
         rows = torch.cat([inputs["inputs_embeds"][0], fed_back + torch.cat([spoken_text, padding])])
         check(output, talker(inputs_embeds=rows[None]).logits[0, -len(frames) - 1 :])
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
-    """Those of transformers' own loop, in which each token is replaced by the sampled one. Ours adds projected tokens
-    to projected text, where that projects their sum: equal up to rounding."""
-    with with_codes(tiny_qwen2_5_omni, "qwen2_5_omni", 1, tmp_path) as llm:
-        spoken = speak(llm)
-    oracle = HFOracle(tiny_qwen2_5_omni, num_threads=1)
-    talker, arguments = oracle.model.talker, {}
-
-    def take(**kwargs: Any) -> None:
-        arguments.update(kwargs)
-        raise NoSpeech
-
-    talker.generate = take
-    for prompt, text, output in spoken:
-        reference = oracle.generate(prompt, thinker_min_tokens=6, thinker_max_tokens=12, talker_max_tokens=2)
-        tokens = list(output.outputs[0].token_ids)
-        assert list(text.outputs[0].token_ids) == reference.thinker_token_ids and len(tokens) > 2
-        given = {**arguments, "max_new_tokens": len(tokens), "output_logits": True, "return_dict_in_generate": True}
-        forced = LogitsProcessorList([Forced(tokens)])
-        logits = type(talker).generate(talker, **given, logits_processor=forced).logits
-        check(output, torch.cat(logits), atol=3e-5)
-
-
-class Forced(LogitsProcessor):
-    """These tokens, one after the other."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = iter(tokens)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, float("-inf"))
-        forced[:, next(self._tokens)] = 0
-        return forced

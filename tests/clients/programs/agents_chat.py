@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two turns of an agent of openai-agents, and a call of a tool:
-`agents_chat.py URL KEY MODEL PICTURE QUESTION API`; prints them as JSON.
+"""Two turns of an agent of openai-agents: `agents_chat.py URL KEY MODEL PICTURE QUESTION API`; prints them as JSON.
 
 API: `responses`, the default of openai-agents, or `chat_completions`.
 """
@@ -10,17 +9,9 @@ import base64
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from agents import (
-    Agent,
-    ModelSettings,
-    Runner,
-    function_tool,
-    set_default_openai_api,
-    set_default_openai_client,
-    set_tracing_disabled,
-)
+from agents import Agent, Runner, set_default_openai_api, set_default_openai_client, set_tracing_disabled
 from openai import AsyncOpenAI
 
 
@@ -39,18 +30,7 @@ async def main(url: str, key: str, model: str, picture: str, question: str, api:
         async for event in second.stream_events()
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
     ]
-    colours: list[str] = []
-
-    @function_tool
-    def paint(colour: Literal["red"]) -> str:
-        """Paints the picture again."""
-        colours.append(colour)
-        return "What do you see?"
-
-    painter = Agent(name="Painter", model=model, tools=[paint], model_settings=ModelSettings(tool_choice="paint"))
-    painted = await Runner.run(painter, [{"role": "user", "content": content}])
-    results = {"answer": first.final_output, "pieces": pieces, "last": second.final_output}
-    print(json.dumps({**results, "colours": colours, "painted": painted.final_output}))
+    print(json.dumps({"answer": first.final_output, "pieces": pieces, "last": second.final_output}))
 
 
 if __name__ == "__main__":

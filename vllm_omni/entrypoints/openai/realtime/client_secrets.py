@@ -88,7 +88,7 @@ def sent_key(scope: Scope) -> str:
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key
-    if key := headers.get("X-Api-Key"):  # as Anthropic's clients send it
+    if key := headers.get("X-Api-Key", ""):  # as Anthropic's clients send it
         return key
     offered = [name for name in scope.get("subprotocols", ()) if name.startswith(KEY_SUBPROTOCOL)]
     return offered[0].removeprefix(KEY_SUBPROTOCOL) if offered else ""

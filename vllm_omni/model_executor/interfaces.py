@@ -135,6 +135,20 @@ class SupportsPostprocess(Protocol):
 
 
 @runtime_checkable
+class SupportsSuppressedTokens(Protocol):
+    """Has tokens that are never sampled, although its head has logits of them.
+
+    The sampler masks them after it has taken the log-probabilities of vLLM's `raw_logprobs`, which so are those that a
+    trainer computes with the bare model. `processed_logprobs` are those of what is sampled from, without these tokens.
+    A mask in `compute_logits` would be in both.
+    """
+
+    def suppressed_tokens(self) -> torch.Tensor:
+        """`[vocab]` bool, on the model's device: the columns of `compute_logits` that are masked."""
+        ...
+
+
+@runtime_checkable
 class SupportsOneStepGeneration(Protocol):
     """A model without KV cache that turns a request, or a window of its input, into output in one forward.
 

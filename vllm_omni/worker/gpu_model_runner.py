@@ -14,6 +14,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -25,6 +26,7 @@ from vllm_omni.model_executor.interfaces import (
     SupportsOmniOutput,
     SupportsPostprocess,
     SupportsPreprocess,
+    SupportsSuppressedTokens,
 )
 from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import RunnerStep
@@ -90,7 +92,10 @@ class OmniGPUModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.hooks = ModelHooks.of(self.get_model())
+        model = self.get_model()
+        self.hooks = ModelHooks.of(model)
+        if isinstance(model, SupportsSuppressedTokens):
+            self.sampler = SuppressingSampler(self.sampler, model.suppressed_tokens())
 
     def discard_step(self) -> list[str]:
         """Discards the step that raised. Returns the ids of all requests that are held here."""
@@ -279,6 +284,22 @@ class OmniGPUModelRunner(GPUModelRunner):
             )
             start = stop
         return spans
+
+
+class SuppressingSampler(Sampler):
+    """Never samples some tokens; see `SupportsSuppressedTokens`."""
+
+    def __init__(self, sampler: Sampler, suppressed: torch.Tensor) -> None:
+        """
+        Args:
+            sampler: Whose settings it has.
+            suppressed: `[vocab]` bool, on the device of the logits.
+        """
+        super().__init__(sampler.logprobs_mode, sampler.use_fp64_gumbel)
+        self._suppressed = suppressed
+
+    def apply_logits_processors(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().apply_logits_processors(logits.masked_fill_(self._suppressed, float("-inf")), *args, **kwargs)
 
 
 def _uncompiled() -> AbstractContextManager[None]:

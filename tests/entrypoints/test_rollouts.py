@@ -12,7 +12,6 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.entrypoints.conftest import start
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -65,7 +64,7 @@ def with_codes(model: Path, name: str, stage_id: int, folder: Path, **engine_arg
     file = folder / "pipeline.yaml"
     file.write_text(yaml.safe_dump(config))
     limits: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
-    with quick_servers(), OmniLLM(str(model), str(file), dtype="float32", enforce_eager=True, **limits) as llm:
+    with OmniLLM(str(model), str(file), dtype="float32", enforce_eager=True, **limits) as llm:
         yield llm
 
 

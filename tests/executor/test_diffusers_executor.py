@@ -465,7 +465,7 @@ def test_the_nearest_size_counts_the_patches_of_the_network(of_processor: int, p
 def test_a_pipeline_that_cuts_its_video_makes_any_number_of_frames() -> None:
     pipe: Any = type("AllegroPipeline", (), {"vae_scale_factor_temporal": 4})()
     check_size(pipe, {"num_frames": 88})
-    with pytest.raises(ValueError, match="num_frames 88: this pipeline makes multiples of 4, and one more"):
+    with pytest.raises(ValueError, match="num_frames 88: this model makes multiples of 4, and one more"):
         check_size(SimpleNamespace(vae_scale_factor_temporal=4), {"num_frames": 88})  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ def hook_steps(scheduler: Any, hook: StepHook) -> None:
 
 
 class _EqualToItsBase(type):
-    """Of classes that some pipelines compare with one of diffusers: `type(self.scheduler) != ...`."""
+    """The type of a hooked class, which is equal to its base: some pipelines compare a scheduler's type with it."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is cls.__base__

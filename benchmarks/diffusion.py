@@ -2,7 +2,7 @@
 """Images: `OmniLLM` against the plain diffusers pipeline with the same weights, in one run, round by round.
 
     python benchmarks/diffusion.py [--models NAME ...] [--sizes default large] [--steps N] [--height N --width N]
-                                   [--starts N] [--output FILE.json] [--quick] [--parallel]
+                                   [--starts N] [--output FILE.json] [--quick] [--parallel | --yielding]
 
 One image at a time: diffusers' call, ours, ours while a client streams, and ours with a preview at every step. Then 16
 images: 16 calls of diffusers, one with a batch of 16, and 16 concurrent requests to us. All compute on as many threads
@@ -13,11 +13,17 @@ With --parallel only the denoisers are measured, on one image with guidance, two
 one thread and in two with one each (`data_parallel_size: 2`), then in one process with two threads, which would slow
 down the others while they are idle.
 
+With --yielding a tiny Wan makes pictures that are requested at random times (Poisson, a fifth of the time) while it
+denoises a video of twice the size and 50 steps: in our order of jobs, and in turns, in which no job passes another.
+Both make the same latents.
+
 The speed of a process depends on where its memory is, by a tenth and more. So all backends start several times, and a
 ratio is the median of those of the starts.
 """
 
 import os
+import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +35,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, WanPipeline
 from diffusers.utils import logging as diffusers_logging
 from report import Report, make_parser, percentile, progress
 from transformers.utils import logging
@@ -37,7 +43,9 @@ from transformers.utils import logging
 from vllm_omni import CompletedEvent, ErrorEvent, ImageProgressEvent, OmniLLM
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors, compute
+from vllm_omni.diffusion.job import DiffusionJob, RunningJob
 from vllm_omni.diffusion.parallel_denoiser import ParallelDenoisers
+from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 T = TypeVar("T")
@@ -45,6 +53,7 @@ BATCH = 16
 ATOL = 1e-4
 BASELINE, OURS, STREAMED, PREVIEWED = "diffusers", "OmniLLM", "OmniLLM, streamed", "OmniLLM, previews"
 ONE_THREAD, TWO_THREADS, TWO_PROCESSES = "denoiser", "denoiser, two threads", "denoiser, two processes"
+IN_TURNS, VIDEO_FRAMES = "jobs in turns", 81
 ONE_BY_ONE, ONE_BATCH, CONCURRENT = "diffusers, one by one", "diffusers, one batch", "OmniLLM, concurrent"
 MODELS: dict[str, dict[str, Any]] = {
     "z_image": {"guidance_scale": 4.0, "negative_prompt": "blur"},
@@ -313,6 +322,112 @@ def report_denoisers(args: Any, report: Report) -> None:
     report.notes.append("ratios: time in one process to that in two; higher is better")
 
 
+class TurnsExecutor(DiffusersPipelineExecutor):
+    """No job passes another: behind those without a step comes the one that has waited longest."""
+
+    def _order(self, running: list[RunningJob]) -> list[RunningJob]:
+        return sorted(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
+
+
+@dataclass
+class Mixture:
+    """One video, and the pictures that were requested meanwhile.
+
+    Attributes:
+        pictures: Seconds from the request of each to its end.
+        video: Seconds of the video.
+        outputs: Latents, by the names of the jobs.
+    """
+
+    pictures: list[float]
+    video: float
+    outputs: dict[str, np.ndarray]
+
+
+def make_job(name: str, load: Load, num_frames: int, seed: int = 0) -> DiffusionJob:
+    return DiffusionJob(
+        request_id=name,
+        index=0,
+        pipeline_class=WanPipeline,
+        arguments={"prompt": name, "num_frames": num_frames, **load.arguments},
+        seed=seed,
+        latents_only=True,
+    )
+
+
+def run_mixture(executor: DiffusersPipelineExecutor, load: Load, video: Load, when: Sequence[float]) -> Mixture:
+    """`when`: seconds after the video's, at which pictures are requested."""
+    to_come = [(due, make_job(f"picture {number}", load, 1, number)) for number, due in enumerate(when)]
+    ended: dict[str, float] = {}
+    outputs: dict[str, np.ndarray] = {}
+    started = time.monotonic()
+    executor.add(make_job("video", video, VIDEO_FRAMES))
+    while to_come or executor.has_work:
+        while to_come and started + to_come[0][0] <= time.monotonic():
+            due, job = to_come.pop(0)
+            job.arrival = started + due
+            executor.add(job)
+        if not executor.has_work:
+            time.sleep(max(0.0, started + to_come[0][0] - time.monotonic()))
+        for end in executor.step()[0]:
+            if end.error is not None:
+                raise end.error
+            ended[end.job.request_id] = time.monotonic() - started
+            outputs[end.job.request_id] = end.output.numpy()
+    pictures = [ended[f"picture {number}"] - due for number, due in enumerate(when)]
+    return Mixture(pictures, ended["video"], outputs)
+
+
+def report_yielding(args: Any, report: Report) -> None:
+    """
+    Raises:
+        ValueError: The latents depend on the order of the jobs.
+    """
+    side = args.height or 64
+    load = Load({"height": side, "width": args.width or side, "num_inference_steps": args.steps}, 0, 0)
+    longer = Load({**load.arguments, "height": 2 * side, "width": 2 * load.arguments["width"]}, 0, 0)
+    longer.arguments["num_inference_steps"] = 50
+    rounds = 2 if args.quick else 10
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    mixtures: dict[str, list[Mixture]] = {IN_TURNS: [], OURS: []}
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = write_tiny_checkpoint("wan", Path(folder) / "wan")
+        executors: dict[str, DiffusersPipelineExecutor] = {}
+        for name, kind in ((IN_TURNS, TurnsExecutor), (OURS, DiffusersPipelineExecutor)):
+            executors[name] = kind(str(path), DiTConfig(dtype="float32", max_batch_size=BATCH))
+            executors[name].start()
+            run_mixture(executors[name], load, longer, [0.0])  # warms up
+        video = run_mixture(executors[OURS], load, longer, []).video
+        picture = run_mixture(executors[OURS], load, longer, [2 * video]).pictures[0]  # behind the video: alone
+        dice = random.Random(0)
+        for number in range(rounds):
+            when, due = [], video / 20
+            while due < video * 0.9:
+                when.append(due)
+                due += dice.expovariate(1 / (5 * picture))
+            for name, executor in executors.items():
+                progress(f"round {number + 1} of {rounds}: {len(when)} pictures, {name}")
+                mixtures[name].append(run_mixture(executor, load, longer, when))
+            first, second = (mixtures[name][-1].outputs for name in mixtures)
+            compare(OURS, [second[job] for job in first], list(first.values()))
+    for name, runs in mixtures.items():
+        seconds = [second for run in runs for second in run.pictures]
+        report.rows.append(
+            {
+                "order": name,
+                "pictures": len(seconds),
+                "picture alone s": picture,
+                **{f"p{percent} s": percentile(seconds, percent) for percent in (50, 95, 99)},
+                "video alone s": video,
+                "video s": percentile([run.video for run in runs], 50),
+            }
+        )
+    turns, ours = report.rows[-2:]
+    for ratio, key in (("picture_p50", "p50 s"), ("picture_p99", "p99 s"), ("video", "video s")):
+        report.ratios[f"yielding_{ratio}"] = float(ours[key]) / float(turns[key])
+    report.notes.append("yielding: ours to that in turns; lower is better, and 1 for the video")
+
+
 def add_rows(model: str, size: str, starts: Sequence[Results], report: Report) -> None:
     for name in starts[0].measurements:
         measurements = [results.measurements[name] for results in starts]
@@ -358,14 +473,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="denoising steps (default 8)")
     for side in ("height", "width"):
         parser.add_argument(f"--{side}", type=int, help="pixels (default 64; large size: 256, with --quick 128)")
-    parser.add_argument("--parallel", action="store_true", help="only the denoisers, in one process and in two")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--parallel", action="store_true", help="only the denoisers, in one process and in two")
+    alone.add_argument("--yielding", action="store_true", help="only pictures while a video is denoised")
     parser.add_argument("--starts", type=int, help="of all backends (default 3; 1 with --quick)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     starts = args.starts or (1 if args.quick else 3)
     report = Report("diffusion", {"quick": str(args.quick), "starts": starts, "steps": args.steps})
-    if args.parallel:
-        report_denoisers(args, report)
+    if args.parallel or args.yielding:
+        (report_denoisers if args.parallel else report_yielding)(args, report)
         report.finish(args.output)
         return
     for model in args.models or list(MODELS)[: 1 if args.quick else None]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a pipeline's work is the model's: CPU time in forwards to that of all processes, and its slowest stage.
-
-    python benchmarks/efficiency.py [--checkpoint qwen3_omni_moe qwen2_5_omni] [--size default large]
-                                    [--concurrency 1 8 32] [--output FILE.json] [--quick]
+"""A part of `streaming.py`: how much of a pipeline's work is the model's, and the pipeline with its slowest stage.
 
 `forward_share`: the CPU time of the stages' engines inside their models (forward, encoders, logits, a talker's depth
 decoder) to the CPU time of all processes, the caller's included, while `--concurrency` clients send prompts (text,
@@ -13,17 +10,15 @@ does, to that limit: all cores in forwards. All again with twice the requests, l
 request passes all). Weights are random; one thread for each engine.
 """
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = "1"  # Set before torch is imported: an engine's forwards are on one thread.
-
 import asyncio
 import json
+import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +31,7 @@ import numpy as np
 import psutil
 from backends import sampling_params
 from efficiency_stages import CLOCK, Job, TimedARWorker, TimedGenerationWorker
-from report import Report, make_parser, parse, progress, tiny_checkpoint
+from report import Report, progress, tiny_checkpoint
 from runtime import write_doubled_config
 
 from vllm_omni import AsyncOmniLLM
@@ -279,25 +274,19 @@ def add_accounts(report: Report, case: str, rate: float, count: int, accounts: A
     return sum(account.forwards for account in accounts.values()) / total
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--checkpoint", nargs="+", choices=["qwen3_omni_moe", "qwen2_5_omni"], help="default: both")
-    parser.add_argument("--size", nargs="+", choices=["default", "large"], help="default: both; --quick: large")
-    parser.add_argument("--concurrency", type=int, nargs="+", help="clients (default 1 8 32; --quick: 8)")
-    parser.add_argument("--parts", nargs="+", choices=["shares", "slowest"], help="default: both")
-    args = parse(parser)
+def measure(args: Namespace) -> Report:
+    os.environ["OMP_NUM_THREADS"] = "1"  # Of the stages' processes: an engine's forwards are on one thread.
     load = Load(waves=2, requests=32, text_tokens=24, talker_tokens=65, rounds=3)
     if args.quick:
         load = Load(waves=1, requests=16, text_tokens=16, talker_tokens=33, rounds=1)
+    concurrencies = args.concurrency or ([8] if args.quick else [1, 8, 32])
     report = Report("efficiency", {"quick": str(args.quick)})
-    for checkpoint in args.checkpoint or ("qwen3_omni_moe", "qwen2_5_omni"):
-        for size in args.size or (("large",) if args.quick else ("default", "large")):
+    for checkpoint in args.models:
+        for size in args.sizes or (("large",) if args.quick else ("default", "large")):
             with tiny_checkpoint(checkpoint, size) as model:
                 subject = Subject(checkpoint, size, model)
-                if "shares" in (args.parts or "shares"):
-                    measure_shares(subject, load, args.concurrency or ([8] if args.quick else [1, 8, 32]), report)
-                if "slowest" in (args.parts or "slowest"):
-                    measure_slowest_stage(subject, load, report)
+                measure_shares(subject, load, concurrencies, report)
+                measure_slowest_stage(subject, load, report)
     report.notes += [
         "forwards: CPU time of the engine's thread in the model; engine: the rest of that thread's; others: of the "
         "process's other threads, above all its IO thread; all in milliseconds for each request",
@@ -305,8 +294,4 @@ def main() -> None:
         "of_slowest_stage: requests per second to those of the slowest stage alone, target 0.9",
         "of_bound: the same to the lesser of that and of what the cores compute with nothing but forwards",
     ]
-    report.finish(args.output)
-
-
-if __name__ == "__main__":
-    main()
+    return report

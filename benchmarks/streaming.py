@@ -5,12 +5,15 @@
                                    [--output FILE.json] [--quick]
     python benchmarks/streaming.py --part conversations [--conversations 16]
     python benchmarks/streaming.py --part large [--layers N] [--experts N] [--tiny]
+    python benchmarks/streaming.py --part efficiency
+    python benchmarks/streaming.py --part deaths [--kills N]
 
 For each model two pipelines get the same prompts (text, image, audio and video in turn), greedily in float32, and make
 10 seconds of speech for each (3 with `--quick`). One streams as its stage configuration has it; in the other every
 stage hands over its whole result. Each of `--concurrency` clients sends its next request when the last one is done.
 HF makes the whole speech before any of it can be played; of requests that are sent together, each waits for those
-before it. Weights are random. The other parts are described in `conversations.py` and `large_omni.py`.
+before it. Weights are random. The other parts are described in `conversations.py`, `large_omni.py`, `efficiency.py` and
+`stage_deaths.py`.
 
 tokens/s, sound s/s: tokens of text, and seconds of speech, made in a second. TTFT, TTFA: time to the first token, and
 to the first segment of speech. RTF: seconds for each second of speech. A gap is the time between two segments.
@@ -24,7 +27,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import conversations
+import efficiency
 import large_omni
+import stage_deaths
 import yaml
 from backends import (
     CODES,
@@ -131,22 +136,29 @@ def measure_segments(args: Namespace) -> Report:
     return report
 
 
-PARTS = {"segments": measure_segments, "conversations": conversations.measure_all, "large": large_omni.measure}
+PARTS = {
+    "segments": measure_segments,
+    "conversations": conversations.measure_all,
+    "large": large_omni.measure,
+    "efficiency": efficiency.measure,
+    "deaths": stage_deaths.measure,
+}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, default="segments", help="default: %(default)s")
     parser.add_argument("--concurrency", type=int, nargs="+", help="clients (default 1 8 32, or 1 8 64 of large)")
-    of_tiny = parser.add_argument_group("segments, conversations")
+    of_tiny = parser.add_argument_group("segments, conversations, efficiency")
     of_tiny.add_argument("--models", nargs="+", choices=list(CODES), default=list(CODES))
-    sizes = "default: both; of segments the default one"
+    sizes = "default: both; of segments the default one, of efficiency with --quick the large one"
     of_tiny.add_argument("--sizes", nargs="+", choices=["default", "large"], help=sizes)
     of_tiny.add_argument("--conversations", type=int, help="at once (default 16; 4 with --quick)")
     of_large = parser.add_argument_group("large")
     of_large.add_argument("--layers", type=int, help="of the thinker (default: what fits)")
     of_large.add_argument("--experts", type=int, help="of each layer of the thinker (default: what fits)")
     of_large.add_argument("--tiny", action="store_true", help="the tiny checkpoint in float32, on a CPU too")
+    parser.add_argument("--kills", type=int, help="of deaths (default 100; 6 with --quick)")
     args = parse(parser)
     PARTS[args.part](args).finish(args.output)
 

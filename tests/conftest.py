@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For all tests: the environment, set before torch or vLLM is imported, and shared fixtures."""
 
+import atexit
 import functools
 import gc
 import os
@@ -167,8 +168,12 @@ def group_of(root: Path, file: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """No collection looks at what was imported, also none of vLLM, which unfreezes all when an engine is closed."""
+    """No collection looks at what was imported, also none of vLLM, which unfreezes all when an engine is closed.
+
+    The last one of the interpreter does: nanobind writes a report of what was not freed by then.
+    """
     gc.freeze()
+    atexit.register(gc.unfreeze)
     gc.freeze = gc.unfreeze = lambda: None
     gc.enable()
 

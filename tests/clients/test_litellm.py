@@ -26,6 +26,8 @@ def test_sdk(shapes_server: RunningServer, painter_server: RunningServer, questi
     result = run_program("litellm_sdk", shapes_server, *arguments, variables=OFFLINE)
     assert result["answer"] == "".join(result["pieces"]) == question.answer
     assert len(result["pieces"]) > 1
+    assert result["response"] == "".join(result["deltas"]) == question.answer
+    assert result["message"] == "".join(result["parts"]) == question.answer
     assert says(result["spoken_answer"], question.answer)
     assert says(result["speech"], SENTENCE)
     assert split_words(result["transcript"]) == split_words(SPOKEN)

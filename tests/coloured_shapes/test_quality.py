@@ -30,7 +30,6 @@ from coloured_shapes.pictures import draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE, SPEAKERS
 from tests.coloured_shapes.recordings import RECORDINGS
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni_talk.speech_recognition import count_understood
@@ -48,13 +47,13 @@ def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config["runtime"]["edges"] = SMALL_WINDOWS
     file = tmp_path_factory.mktemp("shapes") / "stage_config.yaml"
     file.write_text(yaml.safe_dump(config))
-    with quick_servers(), OmniLLM("shapes", stage_configs_path=str(file)) as llm:
+    with OmniLLM("shapes", stage_configs_path=str(file)) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def painter() -> Iterator[OmniLLM]:
-    with quick_servers(), OmniLLM("shapes-painter") as llm:
+    with OmniLLM("shapes-painter") as llm:
         yield llm
 
 

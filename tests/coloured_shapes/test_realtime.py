@@ -24,7 +24,6 @@ from coloured_shapes.pictures import RGB, draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
 from tests.coloured_shapes.recordings import recording
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, with_flags
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
@@ -41,9 +40,9 @@ PIECE_S = 0.1
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[FastAPI]:
-    with quick_servers():
-        llm = AsyncOmniLLM("shapes", structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True})
-    with llm:
+    with AsyncOmniLLM(
+        "shapes", structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True}
+    ) as llm:
         yield app_of(OmniEngineClient(llm), Path("shapes"))
 
 

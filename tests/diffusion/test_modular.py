@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.hooks import TaylorSeerCacheConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.diffusion.indexes import make_processor
-from tests.diffusion.tiny_calls import make_image
+from tests.diffusion.tiny_calls import SMALL_VIDEO, make_image
 from tests.diffusion.tiny_modular import CALLS, CLASSES, BareModular, write_modular
 from tests.diffusion.watched_engine import WatchedEngine
 from vllm_omni import CompletedEvent, ImageProgressEvent, OmniLLM
@@ -92,6 +93,31 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tiny_modul
                 assert one.std() > 1e-4
                 np.testing.assert_allclose(made, one, rtol=0, atol=1e-4, err_msg=request.request_id)
     assert max(batches) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_a_cache_keeps_the_guided_passes_of_a_step_apart_and_nothing_of_another_call(
+    tiny_modular: Callable[[str], Path],
+) -> None:
+    folder = tiny_modular("hunyuan_video_15")
+    settings = {**SMALL_VIDEO, "num_inference_steps": 6}
+    cache = {"cache_interval": 2, "disable_cache_before_step": 2, "taylor_factors_dtype": "float32"}
+    bare = BareModular(folder)
+    uncached = bare(PROMPTS[0], 0, "videos", **settings)[0]
+    bare.pipe.transformer.enable_cache(TaylorSeerCacheConfig(**{**cache, "taylor_factors_dtype": torch.float32}))
+    expected = []
+    for seed, prompt in enumerate(PROMPTS):
+        expected.append(bare(prompt, seed, "videos", **settings)[0])
+        bare.pipe.transformer._reset_stateful_cache()
+    assert np.abs(expected[0] - uncached).max() > 1e-3
+
+    processor = make_processor(folder, None, makes="video")
+    watched = WatchedEngine(folder, max_batch_size=1, cache_backend="taylorseer_cache", cache_config=cache)
+    requests = [new_request(processor, seed, prompt, {}, settings) for seed, prompt in enumerate(PROMPTS)]
+    watched.run_to_the_end(*requests)
+    for request, one in zip(requests, expected, strict=True):
+        (made,) = watched.tensors(request.request_id)["video"].numpy()
+        np.testing.assert_allclose(made, one, rtol=0, atol=1e-4, err_msg=request.request_id)
 
 
 def table() -> str:
@@ -307,7 +333,7 @@ def test_weights_that_are_missing(copied: Path) -> None:
     ("setting", "problem"),
     [
         ({"part": "encoder"}, "does not encode prompts in a separate method; set part: pipeline"),
-        ({"cache_backend": "first_block_cache"}, "ZImageModularPipeline is a modular pipeline, most of which do not"),
+        ({"cache_backend": "first_block_cache"}, "blocks of ZImageModularPipeline do not name the guided passes"),
         ({"pipeline_class": "FluxPipeline"}, "has no modular pipeline 'FluxPipeline'"),
         ({"pipeline_class": "FluxModularPipelin"}, "'FluxModularPipelin'; did you mean 'FluxModularPipeline'"),
     ],

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import diffusers
 import pytest
 from diffusers import ZImagePipeline
 
@@ -57,6 +58,10 @@ def test_what_a_pipeline_makes_and_takes(
     else:
         assert info.class_for(["image"]).__name__ == with_images
         assert takes_several_images(info.class_for(["image"])) == several
+
+
+def test_lists_of_one_prompt_and_of_a_batch_are_several_images() -> None:
+    assert takes_several_images(diffusers.JoyImageEditPlusPipeline, "images")
 
 
 def test_a_configuration_can_name_another_class(tmp_path: Path) -> None:
@@ -146,6 +151,7 @@ def test_a_checkpoint_names_classes_of_diffusers_only(tmp_path: Path, monkeypatc
         ("AutoencoderKL", ["no pipeline 'AutoencoderKL'"]),
         ("RFD4ProteinaPipeline", ["takes no prompt and makes", "makes images, videos and sound"]),
         ("LLaDA2Pipeline", ["LLaDA2Pipeline makes text"]),
+        ("LEditsPPPipelineStableDiffusion", ["needs a call of its `invert` before each of its own"]),
         ("FluxPriorReduxPipeline", ["makes pooled_prompt_embeds, prompt_embeds, which another", "no image"]),
         ("KandinskyPriorPipeline", ["makes image_embeds, negative_image_embeds, which another"]),
         ("KandinskyV22PriorPipeline", ["makes image_embeds, negative_image_embeds"]),

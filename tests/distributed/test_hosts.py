@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from benchmarks.speakers import Speakers, is_, make_options, speak
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.examples.running import decode_sound, run_example
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.entrypoints.async_omni_llm import AsyncOmniLLM
@@ -39,7 +38,7 @@ def expected(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("expected")
 
     async def say() -> None:
-        with quick_servers(), AsyncOmniLLM(str(tiny_qwen3_omni_moe), **make_options(on_two_hosts=False)) as llm:
+        with AsyncOmniLLM(str(tiny_qwen3_omni_moe), **make_options(on_two_hosts=False)) as llm:
             await asyncio.gather(*(speak(llm, f"all-{number}", number, folder) for number in range(COUNT)))
 
     asyncio.run(say())

@@ -72,23 +72,6 @@ class HookedQwen3(Qwen3ForCausalLM):
         return {"last": {**known, last: hidden_states[span.stop - 1].clone()}}
 
 
-class CollectingQwen3(HookedQwen3):
-    """Takes its feed in by itself: each chunk's rows are put into a list, under another name."""
-
-    def extend_information(self, information: dict[str, Any], chunk: dict[str, Any], is_last: bool) -> None:
-        self._collect(information)
-        information["collected"] += chunk.get("feed", torch.zeros(0, 1)).unbind(0)
-
-    def _feed(self, span: RequestSpan, index: int) -> torch.Tensor:
-        self._collect(span.additional_information)
-        collected = span.additional_information["collected"]
-        assert index < len(collected) or span.is_input_complete
-        return collected[index] if index < len(collected) else torch.zeros(1)
-
-    def _collect(self, information: dict[str, Any]) -> None:
-        information.setdefault("collected", []).extend(information.pop("feed", torch.zeros(0, 1)).unbind(0))
-
-
 class DoublingVocoder(nn.Module):
     """Turns `additional_information["codes"]` `[n]` into `audio` float32 `[2 * n]`, each code twice and scaled.
 
@@ -141,5 +124,4 @@ class DoublingVocoder(nn.Module):
 def register() -> None:
     """Classes instead of names, so that vLLM need not start a process to look at them."""
     ModelRegistry.register_model("HookedQwen3", HookedQwen3)
-    ModelRegistry.register_model("CollectingQwen3", CollectingQwen3)
     ModelRegistry.register_model("DoublingVocoder", DoublingVocoder)

@@ -57,10 +57,10 @@ def has_v2_runner(engine: OmniLLMEngine) -> bool:
 
 
 PARAMS = {
-    "greedy": greedy(24),
-    "seed": SamplingParams(max_tokens=24, seed=7, ignore_eos=True, logprobs=2),
+    "greedy": greedy(12),
+    "seed": SamplingParams(max_tokens=12, seed=7, ignore_eos=True, logprobs=2),
     "sequences": SamplingParams(max_tokens=12, seed=7, n=3, ignore_eos=True),
-    "penalties": greedy(24, repetition_penalty=1.4, frequency_penalty=0.8, min_tokens=5, prompt_logprobs=1),
+    "penalties": greedy(12, repetition_penalty=1.4, frequency_penalty=0.8, min_tokens=5, prompt_logprobs=1),
     "grammar": greedy(24, structured_outputs=StructuredOutputsParams(regex="[ab]{7}(cd){3}x*"), ignore_eos=False),
 }
 

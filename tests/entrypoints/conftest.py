@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of real vLLM stages, each started once for all tests of a session."""
 
+import functools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from vllm.transformers_utils import config as vllm_hf_config
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, OmniLLM
 
 CSM_FRAMES = 60
 
 
 def start(model: Path, **arguments: object) -> OmniLLM:
-    with quick_servers():
-        return OmniLLM(
-            str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **arguments
-        )
+    return OmniLLM(
+        str(model), dtype="float32", max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True, **arguments
+    )
 
 
 def as_async(llm: OmniLLM) -> AsyncOmniLLM:
@@ -28,6 +28,13 @@ def as_async(llm: OmniLLM) -> AsyncOmniLLM:
     async_llm._finalizer.detach()
     async_llm._finalizer = weakref.finalize(async_llm, lambda: None)
     return async_llm
+
+
+@pytest.fixture
+def without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads a configuration that it cannot read once more after 2 s: it may be downloaded meanwhile."""
+    at_once = functools.partial(vllm_hf_config.with_retry, retry_delay=0)
+    monkeypatch.setattr(vllm_hf_config, "with_retry", at_once)
 
 
 @pytest.fixture(scope="session")

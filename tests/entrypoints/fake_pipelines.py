@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -17,7 +17,6 @@ import pytest
 import torch
 import yaml
 
-from tests.forked_programs import QuickForkServer
 from tests.orchestrator.pipelines import fake_stage, fresh_stats
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.omni_base import OmniBase
@@ -33,16 +32,10 @@ STAGES = (WRITER, SPEAKER)
 WINDOWS = {"edges": [{"from": 0, "to": 1, "window_size": 3, "unit": "rows"}]}
 
 
-def quick_servers() -> AbstractContextManager:
-    """Pipelines opened in this block start from the fork server cache, without imports."""
-    return mock.patch("vllm_omni.entrypoints.omni_base.ForkServer", QuickForkServer)
-
-
 def make_pipeline(cls: type[LLM], path: Path, stages: Iterable[dict] = STAGES, *, args: dict, **runtime: Any) -> LLM:
     """Starts a pipeline with arguments `args` of `cls`, and `runtime` in the stage configuration."""
     path.write_text(yaml.safe_dump({"stage_args": list(stages), "runtime": runtime}))
-    with quick_servers():
-        return cls("", str(path), **args)
+    return cls("", str(path), **args)
 
 
 @contextmanager

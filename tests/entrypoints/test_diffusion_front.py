@@ -15,7 +15,6 @@ from vllm.sampling_params import SamplingParams
 
 from tests.diffusion.indexes import write_index
 from tests.entrypoints.conftest import as_async
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM, CompletedEvent, OmniLLM
 from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.stage_config import OmniStageConfig
@@ -33,9 +32,7 @@ PROCESSOR = "tests.diffusion.rewriting.RewrittenPrompt"
 @pytest.fixture(scope="module")
 def llm(tiny_diffusion: Callable[[str], Path]) -> Iterator[OmniLLM]:
     """A diffusers checkpoint without other arguments."""
-    with quick_servers():
-        llm = OmniLLM(str(tiny_diffusion("z_image")))
-    with llm:
+    with OmniLLM(str(tiny_diffusion("z_image"))) as llm:
         yield llm
 
 

@@ -17,7 +17,6 @@ import torch
 import yaml
 from vllm import SamplingParams
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, CompletedEvent, ErrorEvent, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -302,7 +301,7 @@ def test_many_requests_with_the_codes_as_an_output(
     file.write_text(yaml.safe_dump(config))
     checkpoint = request.getfixturevalue(model.checkpoint)
     limits = {"max_model_len": 1024, "max_num_seqs": MAX_CONCURRENCY, "kv_cache_memory_bytes": 64 << 20}
-    with quick_servers(), AsyncOmniLLM(str(checkpoint), str(file), dtype="float32", **limits) as llm:
+    with AsyncOmniLLM(str(checkpoint), str(file), dtype="float32", **limits) as llm:
         comparison = Comparison(model, checkpoint, llm)
         comparison.run_until(12, seed=0)
     assert comparison.differences == []

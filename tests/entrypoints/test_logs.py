@@ -40,12 +40,6 @@ def run(folder: Path) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-def serve(folder: Path, *flags: str) -> RunningServer:
-    server = RunningServer("shapes", *flags, log=folder / "log.txt", wait=False)
-    server.wait_until_ready()
-    return server
-
-
 def texts_of(log: str) -> list[str]:
     """Its lines, all of which have a time, without those of a slow machine."""
     lines = log.splitlines()
@@ -74,7 +68,8 @@ def test_vllms_own_lines_are_a_variable_away(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_server_adds_addresses_and_requests(tmp_path: Path) -> None:
-    server = serve(tmp_path)
+    server = RunningServer("shapes", log=tmp_path / "log.txt", wait=False)
+    server.wait_until_ready()
     body = {"model": "shapes", "input": "A red circle.", "voice": "ada", "response_format": "wav"}
     assert httpx.post(f"{server.url}/v1/audio/speech", json=body, timeout=120).status_code == 200
     assert server.stop(signal.SIGINT) == 0
@@ -93,7 +88,7 @@ def test_a_server_adds_addresses_and_requests(tmp_path: Path) -> None:
 
 
 def test_vllms_own_lines_of_a_server_are_a_flag_away(tmp_path: Path) -> None:
-    server = serve(tmp_path, "--log-level=INFO")
+    server = RunningServer("shapes", "--log-level=INFO", log=tmp_path / "log.txt")
     server.stop()
     output = server.output()
     assert "Starting to load model" in output and "Route: /v1/chat/completions" in output and "(thinker pid=" in output

@@ -101,6 +101,7 @@ def test_wrong_images_are_refused(reading_llm: OmniLLM, media: dict[str, Any], m
         ({"stage": "voice"}, "prompt must be a string"),
         ({"stage": "voice", "prompt": "x", "modalities": ["text"]}, "cannot output 'text'"),
         ({"stage": "asr", "prompt": "x"}, "there is no sound: .*audio.* must be .waveform"),
+        ({"stage": "asr", "multi_modal_data": {"audio": None}}, "there is no sound"),
         ({"stage": 1, "prompt": "x"}, "stage must be the name of a stage"),
     ],
 )

@@ -11,7 +11,6 @@ from vllm import EngineArgs, envs
 from vllm.config import ProfilerConfig
 from vllm.v1.metrics.reader import Counter
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
 from vllm_omni.errors import ControlError, InvalidControlError
@@ -23,7 +22,7 @@ PARAMS = {"temperature": 0.0, "max_tokens": 4}
 def test_a_profiler_writes_the_trace_of_each_stage(tiny_qwen3: Path, tmp_path: Path) -> None:
     profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
     arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 24}
-    with quick_servers(), OmniLLM(str(tiny_qwen3), **arguments, profiler_config=profiler) as llm:
+    with OmniLLM(str(tiny_qwen3), **arguments, profiler_config=profiler) as llm:
         (expected,) = llm.generate("a hen", [PARAMS], use_tqdm=False)
         llm.start_profile("mine")
         (output,) = llm.generate("a hen", [PARAMS], use_tqdm=False)
@@ -55,7 +54,7 @@ def test_a_pipeline_of_vllms_engine_arguments(tiny_qwen3: Path, tmp_path: Path) 
         profiler_config=profiler,
     )
     envs.disable_envs_cache()
-    with mock.patch.dict(os.environ, VLLM_ALLOW_INSECURE_SERIALIZATION="1"), quick_servers():
+    with mock.patch.dict(os.environ, VLLM_ALLOW_INSECURE_SERIALIZATION="1"):
         with OmniLLM.from_engine_args(arguments) as llm:
             given = {"dtype", "enforce_eager", "max_model_len", "kv_cache_memory_bytes", "profiler_config"}
             assert given <= llm.config.stages[0].engine_args.keys()

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.docs.pages import ROOT, snippets
-from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, quick_servers, wait_until_free
+from tests.entrypoints.fake_pipelines import by_request, check_events, make_chat, wait_until_free
 from tests.forked_programs import imported
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import OmniLLM
@@ -271,7 +271,7 @@ def test_arguments_reach_stages_and_an_exception_closes_the_pipeline(
     """A text model without a stage configuration is a pipeline of one stage."""
     imported()
     before = children()
-    with pytest.raises(ZeroDivisionError), quick_servers(), OmniLLM(
+    with pytest.raises(ZeroDivisionError), OmniLLM(
         str(tiny_qwen3), dtype="float32", stage_overrides={"text": {"max_model_len": 32}},
         kv_cache_memory_bytes=1 << 24, enforce_eager=True,
     ) as llm:  # fmt: skip

@@ -318,6 +318,7 @@ def test_an_operators_length_that_the_checkpoint_does_not_have_is_refused(
         '{"model_type": "qwen3_omni_moe", "thinker_config": [1]}',
     ],
 )
+@pytest.mark.usefixtures("without_retries")
 def test_a_configuration_of_the_checkpoint_with_other_types(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(StageConfigError, match=re.escape(f"{tmp_path}: the checkpoint's config.json cannot be read: ")):

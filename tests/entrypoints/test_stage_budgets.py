@@ -10,7 +10,6 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import OmniLLM
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
@@ -44,9 +43,7 @@ def reversed_config() -> dict[str, Any]:
 def llm(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OmniLLM]:
     path = tmp_path_factory.mktemp("config") / "reversed.yaml"
     path.write_text(yaml.safe_dump(reversed_config()))
-    with quick_servers():
-        llm = OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8)
-    with llm:
+    with OmniLLM(str(tiny_qwen3_omni_moe), str(path), dtype="float32", max_model_len=1024, max_num_seqs=8) as llm:
         yield llm
 
 

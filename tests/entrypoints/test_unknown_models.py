@@ -49,6 +49,7 @@ def stage_config_of(folder: Path, config: Any, *architectures: str) -> str:
         ),
     ],
 )
+@pytest.mark.usefixtures("without_retries")
 def test_a_model_that_nobody_knows_is_refused(tmp_path: Path, config: Any, architecture: str, words: list[str]) -> None:
     with pytest.raises(StageConfigError) as error:
         stage_config_of(tmp_path, config, architecture)

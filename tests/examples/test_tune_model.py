@@ -211,7 +211,7 @@ def test_it_sings_offline_and_streams(checkpoint: Path, environment: dict[str, s
 
 @pytest.mark.slow
 def test_it_sings_over_http(checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    server = RunningServer(checkpoint, log=tmp_path / "log.txt", env=environment)
+    server = RunningServer(checkpoint, "--enforce-eager", log=tmp_path / "log.txt", env=environment)
     try:
         client = server.openai()
         voices = client.get("/audio/voices", cast_to=dict)["voices"]

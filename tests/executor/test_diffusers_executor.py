@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import ZImageImg2ImgPipeline, ZImagePipeline
@@ -23,7 +24,7 @@ from vllm_omni.diffusion.pipeline_call import PipelineCall
 from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.testing.diffusers_oracle import DiffusersOracle
 from vllm_omni.testing.media import make_image
-from vllm_omni.worker.gpu_diffusion_model_runner import check_size
+from vllm_omni.worker.gpu_diffusion_model_runner import as_output, check_size
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 3, "max_sequence_length": 64}
 
@@ -459,6 +460,22 @@ def test_the_nearest_size_counts_the_patches_of_the_network(of_processor: int, p
     with pytest.raises(ValueError, match="height 8: this pipeline makes multiples of 16; the nearest is 16"):
         check_size(pipe, {"height": 8, "width": 16})
     check_size(pipe, {"height": 16, "width": 16})
+
+
+def test_a_pipeline_that_cuts_its_video_makes_any_number_of_frames() -> None:
+    pipe: Any = type("AllegroPipeline", (), {"vae_scale_factor_temporal": 4})()
+    check_size(pipe, {"num_frames": 88})
+    with pytest.raises(ValueError, match="num_frames 88: this model makes multiples of 4, and one more"):
+        check_size(SimpleNamespace(vae_scale_factor_temporal=4), {"num_frames": 88})  # type: ignore[arg-type]
+
+
+def test_an_array_of_several_is_one_output() -> None:
+    """`Cosmos3OmniPipeline` returns the frames of its one video, `MarigoldIntrinsicsPipeline` several pictures."""
+    frames = np.random.default_rng(0).random((5, 4, 4, 3), np.float32)
+    assert torch.equal(as_output([frames]), torch.from_numpy(frames))
+    assert torch.equal(as_output([[frames]]), torch.from_numpy(frames))
+    with pytest.raises(TypeError, match="the pipeline returned list where one array was expected"):
+        as_output([[frames, frames]])
 
 
 def test_the_pipelines_default_size_is_limited_too(model: Path):

@@ -13,7 +13,6 @@ import psutil
 import pytest
 from vllm.platforms import current_platform
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
 from tests.servers import import_path
@@ -94,7 +93,7 @@ def nodes_of_actors(name: str) -> set[str]:
 @pytest.fixture(scope="module")
 def expected(tiny_qwen3: Path) -> list[list[int]]:
     """The tokens of one worker."""
-    with quick_servers(), open_llm(tiny_qwen3) as llm:
+    with open_llm(tiny_qwen3) as llm:
         return tokens_of(llm)
 
 
@@ -102,7 +101,7 @@ def test_a_stage_that_loses_a_worker_is_restarted(
     tiny_qwen3: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
-    with quick_servers(), open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
+    with open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
         assert tokens_of(llm) == expected
         assert not list(MEMORY.glob("*-cpushm_*"))  # vLLM's, where the processor has AVX-512
         children = psutil.Process().children(recursive=True)
@@ -122,7 +121,7 @@ def test_what_cannot_be_placed_is_refused(cluster: Any, tiny_qwen3: Path) -> Non
 def test_a_stage_spans_nodes_and_survives_the_death_of_one(
     cluster: Any, tiny_qwen3: Path, expected: list[list[int]]
 ) -> None:
-    with quick_servers(), open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
+    with open_llm(tiny_qwen3, distributed_backend="ray", **WORKERS) as llm:
         assert tokens_of(llm) == expected
         assert len(nodes_of_actors("RayWorkerProc")) == 2
         (lost,) = nodes_of_actors("RayWorkerProc") - nodes_of_actors("StageHost")  # not that of the stage's process

@@ -183,13 +183,13 @@ def test_a_request_that_kills_its_stage_is_tried_once_more_and_others_are_served
 
 
 def test_a_stage_that_dies_too_often_is_dead_for_the_longest_back_off() -> None:
-    with running(*TRIANGLE, restart={"max_restarts": 1, "backoff_s": 0.01, "max_backoff_s": 5.0}) as caller:
+    with running(*TRIANGLE, restart={"max_restarts": 1, "backoff_s": 0.01, "max_backoff_s": 3.0}) as caller:
         caller.submit("p", fake_die="b")
         assert isinstance(error_of(caller.wait_one()), StageCrashError)
         wait_until(lambda: state_of(caller.orchestrator)["b"] == "dead")
         caller.submit("needs b")
         error = error_of(caller.wait_one())
-        assert isinstance(error, StageDeadError) and error.retry_after_s == 5.0
+        assert isinstance(error, StageDeadError) and error.retry_after_s == 3.0
         caller.submit("does not", ("text",))
         assert texts(caller.wait_one()) == ["does not>a"]
         wait_until(lambda: is_ready(caller))

@@ -141,8 +141,12 @@ class Pipeline:
         self.stages[stage_id].state = state
         self.router.on_stage_down(self.stages[stage_id])
 
+    def wait_for_node(self, stage_id: int) -> None:
+        self.stages[stage_id].waits_for = "a node"
+        self.router.on_stage_waits(self.stages[stage_id])
+
     def restart(self, stage_id: int) -> None:
-        self.stages[stage_id].state = StageState.READY
+        self.stages[stage_id].on_ready("", "")
         self.router.on_stage_up(self.stages[stage_id])
 
     def end(self, request_id: str) -> OmniEvent:
@@ -685,7 +689,7 @@ def test_a_stream_fails_where_its_stage_waits_for_a_node(pipeline: Pipeline, is_
     pipeline.kill(B)
     if not is_early:
         pipeline.router.admit()
-    pipeline.router.on_stage_waits(pipeline.stages[B])
+    pipeline.wait_for_node(B)
     pipeline.router.admit()
     assert type(pipeline.failure("r")) is StageDeadError
     pipeline.restart(B)
@@ -752,7 +756,7 @@ def test_nothing_waits_for_a_process_that_waits_for_a_node(pipeline: Pipeline) -
         pipeline.result(A, request_id, "text", b=0, c=0)
     pipeline.kill(B)
     pipeline.router.abort(["aborted"])
-    pipeline.router.on_stage_waits(pipeline.stages[B])
+    pipeline.wait_for_node(B)
     assert isinstance(pipeline.failure("aborted"), RequestAbortedError)
     assert type(pipeline.failure("r")) is StageDeadError
     pipeline.router.admit()

@@ -40,24 +40,22 @@ def start_llm(tiny_qwen3: Path) -> Iterator[Callable[..., RunningEngine]]:
 
 @pytest.fixture(scope="session")
 def ar_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
-    return start_ar(start_llm, "HookedQwen3")
+    return start_llm(
+        "ar",
+        engine_output_type="latent",
+        model_arch="HookedQwen3",
+        max_model_len=192,
+        max_num_batched_tokens=64,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=11,
+        enable_prompt_embeds=True,
+    )
 
 
 @pytest.fixture
 def ar(ar_session: RunningEngine) -> RunningEngine:
     """With rows and text, and 10 KV blocks of 32 tokens."""
     return cleared(ar_session)
-
-
-@pytest.fixture(scope="session")
-def collecting_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
-    return start_ar(start_llm, "CollectingQwen3")
-
-
-@pytest.fixture
-def collecting(collecting_session: RunningEngine) -> RunningEngine:
-    """As `ar`, with a model that consumes chunks itself."""
-    return cleared(collecting_session)
 
 
 @pytest.fixture(scope="session")
@@ -70,19 +68,6 @@ def vocoder_session(start_llm: Callable[..., RunningEngine]) -> RunningEngine:
 def vocoder(vocoder_session: RunningEngine) -> RunningEngine:
     """One-step generation, at most 64 placeholders a step; a code is two samples, at 100 in a second."""
     return cleared(vocoder_session)
-
-
-def start_ar(start: Callable[..., RunningEngine], model_arch: str) -> RunningEngine:
-    return start(
-        "ar",
-        engine_output_type="latent",
-        model_arch=model_arch,
-        max_model_len=192,
-        max_num_batched_tokens=64,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=11,
-        enable_prompt_embeds=True,
-    )
 
 
 def cleared(running: RunningEngine) -> RunningEngine:

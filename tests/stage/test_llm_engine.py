@@ -64,26 +64,24 @@ def assert_nothing_is_left(running: RunningEngine) -> None:
 
 
 class TestInputInChunks:
-    @pytest.mark.parametrize("engine", ["ar", "collecting"])
-    def test_the_result_equals_that_of_whole_input_and_others_continue(self, engine, request, feed):
-        running = request.getfixturevalue(engine)
+    def test_the_result_equals_that_of_whole_input_and_others_continue(self, ar, feed):
         prompt, other = random_prompts(21, 40)
-        running.put(whole("whole", prompt, greedy(30), feed), whole("alone", other, greedy(25)))
-        expected, expected_other = running.finish("whole", "alone")
-        assert expected.completions[0].token_ids != expected_without_feed(running, prompt)
+        ar.put(whole("whole", prompt, greedy(30), feed), whole("alone", other, greedy(25)))
+        expected, expected_other = ar.finish("whole", "alone")
+        assert expected.completions[0].token_ids != expected_without_feed(ar, prompt)
 
-        running.put(first_part("held", prompt, greedy(30), feed, 0), whole("other", other, greedy(25)))
-        (output,) = running.finish("other")
+        ar.put(first_part("held", prompt, greedy(30), feed, 0), whole("other", other, greedy(25)))
+        (output,) = ar.finish("other")
         assert_equal(output, expected_other)
-        assert not running.items["held"]
+        assert not ar.items["held"]
         for start, stop in ((0, 1), (1, 9)):
-            running.put(next_part("held", prompt, feed, start, stop))
-            running.wait_asleep()
-            assert not running.items["held"]
-        running.put(next_part("held", prompt, feed, 9, 16, is_last=True))
-        (output,) = running.finish("held")
+            ar.put(next_part("held", prompt, feed, start, stop))
+            ar.wait_asleep()
+            assert not ar.items["held"]
+        ar.put(next_part("held", prompt, feed, 9, 16, is_last=True))
+        (output,) = ar.finish("held")
         assert_equal(output, expected)
-        assert_nothing_is_left(running)
+        assert_nothing_is_left(ar)
 
     def test_it_computes_exactly_what_its_input_allows(self, ar, feed):
         """With n rows of feed: the prompt, n generated rows, and then it waits."""

@@ -5,11 +5,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,28 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m venv` makes, in 3 s."""
+    folder = tmp_path_factory.mktemp("venv") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder
+
+
+@pytest.fixture
+def quick_venv(new_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments are copies of one, which are as good: they have no packages yet."""
+    run = python._run
+
+    def run_or_copy(command: Sequence[str], *others: Any) -> None:
+        if list(command[:3]) == [sys.executable, "-m", "venv"]:
+            shutil.copytree(new_environment, command[3], symlinks=True)
+        else:
+            run(command, *others)
+
+    monkeypatch.setattr(python, "_run", run_or_copy)
+
+
 def write_wheel(folder: Path, name: str) -> None:
     """A package of one line. The numpy here only has a version."""
     info = f"{name}-1.0.dist-info"
@@ -180,6 +204,7 @@ def test_an_environment_is_made_once(
     assert python.find_python(str(made[0]), LABEL).numpy == "1.0"
 
 
+@pytest.mark.usefixtures("quick_venv")
 def test_an_error_of_pip_is_shown_by_its_last_lines(index: Path, tmp_path: Path) -> None:
     with pytest.raises(PipelineStartError, match=r"No matching distribution found for tiny-voice==9\.9") as raised:
         python.make_environment(["tiny-voice==9.9"], LABEL)
@@ -217,6 +242,7 @@ python.make_environment(["tiny-voice"], "stage")
 """
 
 
+@pytest.mark.usefixtures("quick_venv")
 def test_a_kill_in_the_middle_leaves_nothing_for_long(index: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED], check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

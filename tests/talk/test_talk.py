@@ -13,7 +13,6 @@ import soundfile
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.model_executor.tiny_speech import vits_sound, write_vits
 from tests.model_executor.tiny_transcription import ctc_text, make_sound, write_ctc
 from vllm_omni import OmniLLM
@@ -41,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def talk(checkpoint: Path) -> Iterator[OmniLLM]:
-    with quick_servers(), OmniLLM("talk") as omni:
+    with OmniLLM("talk") as omni:
         yield omni
 
 
@@ -146,7 +145,7 @@ def test_its_ears_and_its_voice_are_models_of_transformers(checkpoint: Path, tmp
     write_vits(tmp_path / "tts")
     overrides = {name: {"engine_args": {"model": str(tmp_path / name)}} for name in ("asr", "tts")}
     sound, text = make_sound(2.3), "a quiet sea."
-    with quick_servers(), OmniLLM("talk", stage_overrides=overrides) as omni:
+    with OmniLLM("talk", stage_overrides=overrides) as omni:
         heard: Any = {"stage": "asr", "multi_modal_data": {"audio": (sound, 16_000)}, "modalities": ["text"]}
         (transcript,) = omni.generate([heard], use_tqdm=False)
         assert transcript.outputs[0].text == ctc_text(tmp_path / "asr", sound)

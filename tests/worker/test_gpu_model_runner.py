@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from tests.engine.hooked_models import CollectingQwen3, DoublingVocoder, HookedQwen3
+from tests.engine.hooked_models import DoublingVocoder, HookedQwen3
 from vllm_omni.worker.gpu_model_runner import ModelHooks, extend_information
 from vllm_omni.worker.step import HostCopy
 
@@ -25,12 +25,6 @@ def test_a_model_with_all_hooks():
     hooks = ModelHooks.of(model)
     assert hooks == ModelHooks(model, model, model, aux_layers=(2,), takes_information=False)
     assert not hooks.emits_prompt_rows
-
-
-def test_a_model_that_extends_its_information():
-    model = without_weights(CollectingQwen3)
-    assert ModelHooks.of(model).input_chunks is model
-    assert ModelHooks.of(without_weights(HookedQwen3)).input_chunks is None
 
 
 def test_a_forward_that_takes_information():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One output of one request of a diffusion stage: the job, its result, and encoded prompts between two stages."""
 
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class DiffusionJob:
         trajectory_bytes: The most memory that its recorded steps may take; None: they are not recorded.
         encoded_prompts: The results of the pipeline's calls of `encode_prompt`, if an earlier stage has made them.
         on_progress: Called after every step.
+        arrival: When the stage's engine got it (`time.monotonic()`).
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class DiffusionJob:
     trajectory_bytes: int | None = None
     encoded_prompts: list[Any] | None = None
     on_progress: Callable[[Progress], None] = field(default=lambda progress: None)
+    arrival: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,9 @@ class RunningJob:
         num_calls: Completed module calls.
         called: The functions of its module calls.
         has_started: A step is complete, or a network has failed; before, a ValueError means an invalid request.
+        num_completed, num_steps: Completed steps, and all; 0 before the first is complete.
+        seconds: Of its module calls, also of those that were computed as one with others'.
+        seconds_before_steps: Of these, those of encoders.
         recorder: Records its steps.
     """
 
@@ -97,12 +103,32 @@ class RunningJob:
     num_calls: int = 0
     called: set[Callable[..., Any]] = field(default_factory=set)
     has_started: bool = False
+    num_completed: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    seconds_before_steps: float = 0.0
     recorder: TrajectoryRecorder | None = None
 
     @property
     def waiting_call(self) -> ModuleCall:
         assert self.waiting is not None
         return self.waiting
+
+    def add_seconds(self, seconds: float) -> None:
+        """A module call has taken so long, with all up to its next one."""
+        if self.num_completed <= 1:
+            self.seconds_before_steps = self.seconds
+        self.seconds += seconds
+
+    def slowdown(self, now: float) -> float:
+        """How many times as long as its module calls take, it takes from its arrival to its end, if it is not
+        interrupted any more.
+
+        Steps to come take as long as those before; what follows the last step is not known.
+        """
+        per_step = (self.seconds - self.seconds_before_steps) / max(self.num_completed, 1)
+        to_come = per_step * (self.num_steps - self.num_completed)
+        return (now - self.job.arrival + to_come) / (self.seconds + to_come)
 
     def release(self) -> None:
         """Frees its memory on the device, without waiting for Python's garbage collection of cycles."""

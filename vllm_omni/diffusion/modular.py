@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from diffusers import ModularPipeline, ModularPipelineBlocks
 from diffusers.guiders import BaseGuidance
+from diffusers.models.cache_utils import CacheMixin
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks, PipelineState
 from diffusers.modular_pipelines.modular_pipeline_utils import INPUT_PARAM_TEMPLATES, InputParam
 from diffusers.pipelines import auto_pipeline
@@ -67,6 +68,7 @@ class ModularCall:
     Attributes:
         output_name, sound_name: Names of the blocks' outputs.
         guidance: Argument of the call -> the guider whose scale it sets.
+        names_passes: Whether a block tells a denoiser's cache which of the guided passes of a step it computes.
         on_value: Called with the name and value of each input and result of a block, before the next block runs.
         on_step: Called after each step of a loop of blocks.
     """
@@ -74,6 +76,7 @@ class ModularCall:
     output_name: str
     sound_name: str | None
     guidance: Mapping[str, str]
+    names_passes: bool
     on_value: Callable[[str, Any], None]
     on_step: Callable[[Step], None]
     _exclude_from_cpu_offload: Collection[str] = ()
@@ -96,14 +99,20 @@ class ModularCall:
         for block in _leaves(self._blocks):
             if isinstance(block, LoopSequentialPipelineBlocks):
                 _watch_steps(block, self.on_step)
-        state = super().__call__(state=_WatchedState(self.on_value), **given)  # type: ignore[misc]
+        try:
+            state = super().__call__(state=_WatchedState(self.on_value), **given)  # type: ignore[misc]
+        finally:
+            self.maybe_free_model_hooks()
         if wants_latents:
             return ModularOutput(state.get("latents"))
         sound = None if self.sound_name is None else state.get(self.sound_name)
         return ModularOutput(state.get(self.output_name), sound)
 
     def maybe_free_model_hooks(self) -> None:
-        """Nothing is kept of a call: caches are refused. Other pipelines have this for their end."""
+        """Clears what a denoiser's cache holds of a call. Other pipelines of diffusers do this at their end."""
+        for component in vars(self).values():
+            if isinstance(component, CacheMixin) and component.is_cache_enabled:
+                component._reset_stateful_cache()
 
     def set_progress_bar_config(self, **settings: Any) -> None:
         """Sets that of all blocks, also of blocks in blocks."""
@@ -193,10 +202,18 @@ def make_class(pipe: ModularPipeline) -> type:
         "output_name": made,
         "sound_name": next((name for name in _SOUNDS if name in outputs and OUTPUTS[made] == "video"), None),
         "guidance": guidance,
+        "names_passes": _names_passes(pipe._blocks),
         "on_value": staticmethod(lambda name, value: None),
         "on_step": staticmethod(lambda step: None),
     }
     return type(base.__name__, (ModularCall, base), body | _latent_methods(pipe))
+
+
+def _names_passes(block: Any) -> bool:
+    """Whether a block, or one in it, calls a denoiser in diffusers' `cache_context`."""
+    code = getattr(inspect.unwrap(type(block).__call__), "__code__", None)
+    own = code is not None and "cache_context" in code.co_names
+    return own or any(_names_passes(inner) for inner in block.sub_blocks.values())
 
 
 def _guidance_of(pipe: ModularPipeline) -> dict[str, str]:

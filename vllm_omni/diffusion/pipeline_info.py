@@ -50,6 +50,8 @@ _NEEDED_BY = {
 _SEVERAL_NETS = ("MultiControlNet", "MultiAdapter")
 # Fields of the outputs of pipelines without a prompt that are no picture, video or sound.
 _PICTURES = ("images", "frames", "audios", "prediction", "videos")
+ANY_NUM_FRAMES = ("AllegroPipeline",)
+"""Pipelines that decode more frames than a request has, and cut the video."""
 # By signature they take one image for each prompt; in fact several for one prompt.
 _SEVERAL_IMAGES = ("GlmImagePipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline")
 
@@ -103,6 +105,11 @@ class PipelineInfo:
             raise StageConfigError(
                 f"{model}: {pipeline_class.__name__} takes no prompt and makes {', '.join(sorted(made)) or 'nothing'}; "
                 "a diffusion stage makes images, videos and sound"
+            )
+        if hasattr(pipeline_class, "invert"):
+            raise StageConfigError(
+                f"{model}: {pipeline_class.__name__} needs a call of its `invert` before each of its own, and a stage "
+                "makes one call for a request; use another pipeline"
             )
         if "texts" in made:
             raise StageConfigError(
@@ -269,7 +276,8 @@ def takes_several_images(pipeline_class: type, name: str = "image") -> bool:
     lists = [] if parameter is None else [a for a in alternatives(parameter.annotation) if get_origin(a) is list]
     items = [item for a in lists for item in get_args(a)[:1]]
     of_any = any(get_origin(item) in (Union, types.UnionType) and "Image" in str(item) for item in items)
-    return of_any or (bool(items) and all(item is Image.Image for item in items))
+    of_images = bool(items) and all(item in (Image.Image, list[Image.Image]) for item in items)  # the lists of a batch
+    return of_any or (of_images and Image.Image in items)
 
 
 def load_model_index(model: str, revision: str | None = None) -> dict[str, Any]:
@@ -352,13 +360,16 @@ _TEMPORAL_FACTORS = ("scale_factor_temporal", "temporal_compression_ratio")
 
 
 def temporal_factor(model: str, index: dict[str, Any], revision: str | None = None) -> int:
-    """Frames of one latent frame of a checkpoint's VAE, from its configuration; 1 where it has none.
+    """Frames of one latent frame of a checkpoint's VAE, from its configuration; 1 where it has none,
+    or where its pipeline makes any number of frames.
 
     Such a VAE makes a multiple of this number of frames, and one more.
 
     Args:
         index: The checkpoint's `model_index.json`.
     """
+    if index.get("_class_name") in ANY_NUM_FRAMES:
+        return 1
     values = _component_values("vae", _TEMPORAL_FACTORS, model, index, revision)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import diffusers.hooks
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, PipelineQuantizationConfig
+from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.autoencoders.vae import AutoencoderMixin
 from diffusers.models.cache_utils import CacheMixin
@@ -29,6 +29,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.context_parallel import check_context_parallel
+from vllm_omni.diffusion.modular import ModularCall
 from vllm_omni.errors import StageConfigError
 
 _DENOISER_PACKAGES = ("diffusers.models.transformers.", "diffusers.models.unets.")
@@ -180,10 +181,10 @@ def check_cache(config: DiTConfig, pipeline_class: type, denoisers: Mapping[str,
         StageConfigError: This pipeline cannot be cached so; names the method, setting or component, and the choices.
     """
     settings = _settings(config)
-    if issubclass(pipeline_class, ModularPipeline):
+    if issubclass(pipeline_class, ModularCall) and not pipeline_class.names_passes:
         raise StageConfigError(
-            f"engine_args.cache_backend: {pipeline_class.__name__} is a modular pipeline, most of which do not tell a "
-            "cache the guided passes of a step apart; remove it"
+            f"engine_args.cache_backend: the blocks of {pipeline_class.__name__} do not name the guided passes of a "
+            "step, which a cache has to keep apart (diffusers' cache_context); remove it"
         )
     for name, cls in denoisers.items():
         if not issubclass(cls, CacheMixin):

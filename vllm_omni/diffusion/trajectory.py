@@ -64,9 +64,19 @@ def hook_steps(scheduler: Any, hook: StepHook) -> None:
     setattr(scheduler, _HOOK, hook)
 
 
+class _EqualToItsBase(type):
+    """The type of a hooked class, which is equal to its base: some pipelines compare a scheduler's type with it."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__base__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__base__)
+
+
 @functools.cache
 def _hooked(scheduler_class: type) -> type:
-    """A class that differs in `step` only: pipelines look at its signature, and at the name of the class."""
+    """A class that differs in `step` only: pipelines look at its signature, at the class and at its name."""
     method = scheduler_class.step  # type: ignore[attr-defined]
     signature = inspect.signature(method)
 
@@ -76,7 +86,7 @@ def _hooked(scheduler_class: type) -> type:
         return (hook or _call)(self, method, signature.bind(self, *args, **kwargs))
 
     members = {"step": step, "__module__": scheduler_class.__module__, _HOOK: None}
-    return type(scheduler_class.__name__, (scheduler_class,), members)
+    return _EqualToItsBase(scheduler_class.__name__, (scheduler_class,), members)
 
 
 @dataclass(slots=True)

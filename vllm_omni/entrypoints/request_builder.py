@@ -508,7 +508,7 @@ def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) 
         return given
     media = prompt.get("multi_modal_data") or {}
     if stage.accepts == "audio":
-        if "audio" not in media:
+        if media.get("audio") is None:
             raise ValueError("there is no sound: multi_modal_data['audio'] must be (waveform, samples per second)")
         given.tensors = {"audio": read_sound(media["audio"], "audio", SOUND_RATE, MAX_SOUND_S)}
     else:

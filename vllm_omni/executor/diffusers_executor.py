@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules the jobs of a diffusion stage: which run, and which are computed together next. It knows no pipeline."""
 
-import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 from vllm_omni.config.dit_config import DiTConfig
@@ -15,9 +15,11 @@ _DEFAULT_MAX_BATCH_SIZE = 4
 
 
 class DiffusersPipelineExecutor:
-    """Runs up to `max_batch_size` concurrent jobs, in the order of arrival.
+    """Runs up to `max_batch_size` concurrent jobs.
 
-    A job joins the others at their next step and leaves when it ends: no job waits for a batch to end.
+    A job joins the others at their next step and leaves when it ends: no job waits for a batch to end. Between two
+    module calls a long job yields to a short one, and a request with many outputs to others (see `_order` and
+    `_next_waiting`).
 
     Attributes:
         max_batch_size: The most concurrent jobs.
@@ -36,6 +38,7 @@ class DiffusersPipelineExecutor:
         self.runner: DiffusionModelRunner
         self._waiting: deque[DiffusionJob] = deque()
         self._ended: list[JobEnd] = []  # before their first module call
+        self._last_started = ""  # the request of the job that was started last
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
         """Loads the pipeline. Arguments and errors are those of `DiffusionGPUWorker.load_model`."""
@@ -118,32 +121,58 @@ class DiffusersPipelineExecutor:
         ends, self._ended = self._ended, []
         if batch:
             self.on_shape((batch[0].waiting_call.layout, len(batch)))
-            ends += self._worker.execute(batch)
+            ends += self._execute(batch)
         self._start_waiting()
         return ends, len(batch)
 
+    def _execute(self, batch: list[RunningJob]) -> list[JobEnd]:
+        others_wait = len(batch) < len(self.runner.running)
+        started = time.monotonic()
+        ends = self._worker.execute(batch)
+        if others_wait:  # The device may still compute, and who is next depends on how long it does.
+            self._worker.synchronize()
+        seconds = time.monotonic() - started
+        for running in batch:
+            running.add_seconds(seconds)
+        return ends
+
     def _start_waiting(self) -> None:
         while self._waiting and len(self.runner.running) < self._max_running:
-            end = self.runner.start(self._waiting.popleft())
+            job = self._next_waiting()
+            self._waiting.remove(job)
+            self._last_started = job.request_id
+            end = self.runner.start(job)
             if end is not None:
                 self._ended.append(end)
+
+    def _next_waiting(self) -> DiffusionJob:
+        """The job to start next, in order of arrival: of the request with the fewest running jobs, and, where these are
+        as many, of another one than the last. So one picture does not wait for all outputs of a request before it."""
+        num_running = Counter(running.job.request_id for running in self.runner.running)
+        return min(self._waiting, key=lambda job: (num_running[job.request_id], job.request_id == self._last_started))
 
     @property
     def _max_running(self) -> int:
         return 1 if self.runner.changed else self.max_batch_size
 
     def _next_batch(self) -> list[RunningJob]:
-        """The jobs to compute next.
-
-        A job without a completed step comes first: once it has caught up, all its steps are computed together with the
-        others. Then comes the job that has waited longest, with all that can join it.
-        """
+        """The jobs to compute next: the first one, with all that can join it."""
         running = self.runner.running
         if not running or self.runner.changed:
             return running[:1]
-        first = min(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
+        first, *_ = ordered = self._order(running)
         call, adapter = first.waiting_call, first.job.adapter
-        others = [job for job in running if job.job.adapter == adapter]
+        others = [job for job in ordered if job.job.adapter == adapter]
         joinable = find_joinable(call, [job.waiting_call for job in others])
         joined = [job for job, is_joined in zip(others, joinable, strict=True) if is_joined]
         return joined[: self._worker.max_batch_size(call)]
+
+    def _order(self, running: list[RunningJob]) -> list[RunningJob]:
+        """The jobs in the order in which they are to be computed.
+
+        A job without a completed step comes first: once it has caught up, all its steps are computed together with the
+        others. Then comes the one with the largest slowdown: a second of waiting is as bad for a picture of one second
+        as a minute is for a video of one minute. So a short job passes a long one, until that has fallen behind as far.
+        """
+        now = time.monotonic()
+        return sorted(running, key=lambda job: (1, -job.slowdown(now)) if job.has_started else (0, job.num_calls))

@@ -41,6 +41,7 @@ class StageHandle(ABC):
         heard_s: When it sent its last message, by the clock of `SilenceWatch`.
         more_s: What it may be silent for after that in addition to its `step_timeout_s`.
         weight_version: Of the weights of its process; empty: not known.
+        waits_for: What is missing for its next process; empty if nothing is.
     """
 
     def __init__(self, instance: StageInstance, credit: Credit) -> None:
@@ -53,6 +54,7 @@ class StageHandle(ABC):
         self.heard_s = self.more_s = 0.0
         self.node = self.node_name = ""
         self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.waits_for = ""
 
     @property
     def config(self) -> OmniStageConfig:
@@ -114,7 +116,7 @@ class StageHandle(ABC):
 
     def on_ready(self, address: str, remote_address: str) -> None:
         """Takes the addresses at which the stage's process takes requests: of its machine, and of others."""
-        self.state = StageState.READY
+        self.state, self.waits_for = StageState.READY, ""
 
     def on_death(self, how: str) -> None:
         """Forgets the stage's process, which has ended, and what was sent to it; the next one has another address."""

@@ -36,7 +36,6 @@ class SupervisedStage:
         fork_due: When the next process is started; None if none is due.
         ready_due: When it must be ready; None once it is.
         end_due: When it must have ended; None while it is not ending.
-        waits_for: What is missing for the next process.
     """
 
     def __init__(self, handle: StageHandle) -> None:
@@ -46,7 +45,6 @@ class SupervisedStage:
         self.fork_due: float | None = None
         self.ready_due: float | None = None
         self.end_due: float | None = None
-        self.waits_for = ""
         self.deaths: deque[float] = deque()
 
     @property
@@ -261,12 +259,12 @@ class Supervisor:
 
     def _wait_for(self, stage: SupervisedStage, what: str) -> None:
         logger.error("%s: waits for %s", stage.label, what)
-        stage.waits_for = what
+        stage.handle.waits_for = what
         self.health = self._make_health()
         self._on_wait(stage.handle)
 
     def _on_forked(self, stage: SupervisedStage, process: StageProcess) -> None:
-        stage.process, stage.waits_for = process, ""
+        stage.process, stage.handle.waits_for = process, ""
         self.health = self._make_health()
         if not stage.handle.does_verbs:  # It may be ready already.
             stage.ready_due = time.monotonic() + self._stage_init_timeout
@@ -278,7 +276,7 @@ class Supervisor:
         health = [
             StageHealth(
                 handle.stage_id, handle.instance.name, handle.instance.replica, handle.state.value, handle.epoch,
-                handle.death, handle.node_name, stage.waits_for, handle.weight_version,
+                handle.death, handle.node_name, handle.waits_for, handle.weight_version,
             )
             for stage in self.stages
             for handle in (stage.handle,)

@@ -4,7 +4,6 @@
 Every hook is optional. The runner looks for each of them once, when the model is loaded, and calls
 those it finds in this order, once a step, outside any CUDA graph:
 
-0. `extend_information` for requests that have received more input since their last step
 1. `preprocess`       before the forward: replaces input embeddings, can emit outputs of its own
 2. `forward`          vLLM's; receives `runtime_additional_information` if its signature has it
 3. `make_omni_output` after the forward: the rows that this stage emits
@@ -34,7 +33,8 @@ class RequestSpan:
             only if its last row is the last known token.
         sampling_params: The request's sampling parameters.
         additional_information: The request's own state: the caller's information, decoded to tensors, later chunks of
-            its input, and what `postprocess` returned. Hooks may write to it.
+            its input, and what `postprocess` returned. Hooks may write to it. Tensors of a chunk are appended along the
+            first dimension of those of the same name, and plain values replace others.
         is_input_complete: No further chunk of input will be added to `additional_information`.
         emits_rows: The request's rows leave the stage; otherwise they need not be made.
         waits_for_twin: One of the two sequences of a request with guidance, whose other one samples no token in this
@@ -61,24 +61,6 @@ class RequestSpan:
     def samples(self) -> bool:
         """Whether this step samples a token for the request (false inside a chunked prefill)."""
         return self.position + self.num_rows >= self.num_tokens and not self.waits_for_twin
-
-
-@runtime_checkable
-class SupportsInputChunks(Protocol):
-    """Adds the later chunks of a request's input itself.
-
-    For a model that converts its first information. Without this hook tensors of one name are concatenated along their
-    first dimension, and plain values are replaced.
-    """
-
-    def extend_information(self, information: dict[str, Any], chunk: dict[str, Any], is_last: bool) -> None:
-        """
-        Args:
-            information: The request's `additional_information`, to be changed in place.
-            chunk: The new input, decoded, tensors on the CPU; empty where the input only ended.
-            is_last: The input is complete now.
-        """
-        ...
 
 
 @runtime_checkable
@@ -149,6 +131,20 @@ class SupportsPostprocess(Protocol):
         Returns:
             One dict for each span; merged into its `additional_information`.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsSuppressedTokens(Protocol):
+    """Has tokens that are never sampled, although its head has logits of them.
+
+    The sampler masks them after it has taken the log-probabilities of vLLM's `raw_logprobs`, which so are those that a
+    trainer computes with the bare model. `processed_logprobs` are those of what is sampled from, without these tokens.
+    A mask in `compute_logits` would be in both.
+    """
+
+    def suppressed_tokens(self) -> torch.Tensor:
+        """`[vocab]` bool, on the model's device: the columns of `compute_logits` that are masked."""
         ...
 
 

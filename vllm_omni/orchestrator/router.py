@@ -78,7 +78,6 @@ class RequestRouter:
         self._retried: dict[str, str] = {}  # ids in stages, by id
         self._isolated_retries: list[IsolatedRetry] = []
         self._resumed: list[RequestRecord] = []  # streams that were lost
-        self._without_node: set[int] = set()  # instances whose next process waits for one
         self.is_paused = False
         self._deadlines: list[tuple[float, str]] = []  # a heap; includes ended requests
 
@@ -187,7 +186,7 @@ class RequestRouter:
     def _submit_to(self, stage: StageHandle, record: RequestRecord) -> None:
         """Submits a request to the stage, now or when it has restarted."""
         request = record.request
-        if stage.state is StageState.DEAD or (record.num_retries and stage.instance_id in self._without_node):
+        if stage.state is StageState.DEAD or (record.num_retries and stage.waits_for):
             self._fail_dead(record, stage)
         elif stage.is_up:
             record.unsubmitted.discard(stage.stage_id)
@@ -328,7 +327,6 @@ class RequestRouter:
 
     def on_stage_waits(self, stage: StageHandle) -> None:
         """Nobody knows when there will be a node for its next process: what would be tried again in it fails."""
-        self._without_node.add(stage.instance_id)
         isolated = self._isolated_retry(stage)
         for record in [self._records[request_id] for request_id in self._retried.values()]:
             is_unsubmitted = stage.stage_id in record.unsubmitted and record.is_assigned_to(stage)
@@ -344,7 +342,6 @@ class RequestRouter:
 
     def on_stage_up(self, stage: StageHandle) -> None:
         """A new process of the stage takes requests. It gets those that waited for it, in order, then their data."""
-        self._without_node.discard(stage.instance_id)
         for neighbour in self._neighbours(stage):
             if neighbour.is_up:
                 stage.send(neighbour.peer_up(stage.node))

@@ -32,7 +32,7 @@ from vllm_omni.diffusion.pipeline_call import (
     set_dtypes,
     set_execution_device,
 )
-from vllm_omni.diffusion.pipeline_info import SOUND_FIELD, VAE_CHANNELS
+from vllm_omni.diffusion.pipeline_info import ANY_NUM_FRAMES, SOUND_FIELD, VAE_CHANNELS, check_num_frames
 from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
@@ -303,6 +303,7 @@ class DiffusionModelRunner:
             num_steps = (
                 len(pipe.scheduler.timesteps) if getattr(pipe, "num_timesteps", None) is None else pipe.num_timesteps
             )
+        running.num_completed, running.num_steps = step + 1, num_steps
         preview = None
         if job.preview_every and latents is not None:
             if (step + 1) % job.preview_every == 0 and step + 1 < num_steps:
@@ -331,7 +332,7 @@ class DiffusionModelRunner:
                 self._find_changes(running)
                 self.running.insert(0 if self.changed else len(self.running), running)
                 return None
-            output, sound = _as_output(call.result), _sound_of(call.result)
+            output, sound = as_output(call.result), _sound_of(call.result)
             recorder = running.recorder
             end = JobEnd(job, output, sound, None if recorder is None else recorder.trajectory())
         except _PromptsEncoded:
@@ -392,7 +393,7 @@ def _find_sample_rate(pipe: DiffusionPipeline) -> int | None:
     return next((getattr(config, name) for config in configs for name in _RATES if hasattr(config, name)), None)
 
 
-def _as_output(result: Any) -> torch.Tensor:
+def as_output(result: Any) -> torch.Tensor:
     """The only output of a pipeline's call, as `JobEnd` describes it.
 
     Raises:
@@ -401,6 +402,8 @@ def _as_output(result: Any) -> torch.Tensor:
     outputs = result[0]  # the first field of every output class
     if len(outputs) == 1 and isinstance(outputs[0], Image.Image):
         return _on_cpu(np.asarray(outputs[0].convert("RGB"), np.float32) / 255)
+    if isinstance(outputs, np.ndarray) and outputs.ndim == 4 and len(outputs) > 1:
+        return _on_cpu(outputs)  # The frames of one video, or several pictures of one image: a call has one prompt.
     if len(outputs) != 1 or not isinstance(outputs[0], (np.ndarray, torch.Tensor)):
         raise TypeError(f"the pipeline returned {type(outputs).__name__} where one array was expected")
     return _on_cpu(outputs[0])
@@ -434,14 +437,11 @@ def check_size(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> None:
     for name in ("height", "width"):
         size = arguments.get(name)
         if factor and size is not None and size % factor:
-            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor, 0)}")
+            raise ValueError(f"{name} {size}: this pipeline makes multiples of {factor}{_near(size, factor)}")
     factor = next((getattr(pipe, name) for name in _TEMPORAL_FACTORS if hasattr(pipe, name)), None)
-    num_frames = arguments.get("num_frames")
-    if factor and num_frames is not None and (num_frames - 1) % factor:
-        raise ValueError(
-            f"num_frames {num_frames}: this pipeline makes multiples of {factor}, and one more"
-            f"{_near(num_frames, factor, 1)}"
-        )
+    num_frames = None if type(pipe).__name__ in ANY_NUM_FRAMES else arguments.get("num_frames")
+    if factor and num_frames is not None:
+        check_num_frames(num_frames, factor)
 
 
 def fit_image(pipe: DiffusionPipeline, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -507,7 +507,7 @@ def _spatial_factor(pipe: DiffusionPipeline) -> int | None:
     return max(processor.config.vae_scale_factor, patch)
 
 
-def _near(size: int, factor: int, offset: int) -> str:
-    below = (size - offset) // factor * factor + offset
+def _near(size: int, factor: int) -> str:
+    below = size // factor * factor
     nearest = [str(value) for value in (below, below + factor) if value > 0]
     return f"; the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"

@@ -117,6 +117,11 @@ class DiffusionGPUWorker:
             return 1
         return min(self._limits.get(key, sys.maxsize) for key in (call.function, call.layout))
 
+    def synchronize(self) -> None:
+        """Waits until the device has computed what was given to it."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
     def execute(self, batch: Sequence[RunningJob]) -> list[JobEnd]:
         """Computes the module calls that these jobs wait for as one, and continues each job. Returns those that
         ended."""

@@ -14,6 +14,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -22,10 +23,10 @@ from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.model_executor.interfaces import (
     RequestSpan,
     SupportsAuxHiddenStates,
-    SupportsInputChunks,
     SupportsOmniOutput,
     SupportsPostprocess,
     SupportsPreprocess,
+    SupportsSuppressedTokens,
 )
 from vllm_omni.worker.guided_pairs import GuidedPairs
 from vllm_omni.worker.step import RunnerStep
@@ -39,7 +40,7 @@ class ModelHooks:
     """The hooks of `model_executor.interfaces` that a model has.
 
     Attributes:
-        preprocess, output, postprocess, input_chunks: The model, where it has the hook.
+        preprocess, output, postprocess: The model, where it has the hook.
         aux_layers: The layers whose inputs are captured.
         takes_information: Its forward takes `runtime_additional_information`.
     """
@@ -47,7 +48,6 @@ class ModelHooks:
     preprocess: SupportsPreprocess | None = None
     output: SupportsOmniOutput | None = None
     postprocess: SupportsPostprocess | None = None
-    input_chunks: SupportsInputChunks | None = None
     aux_layers: tuple[int, ...] = ()
     takes_information: bool = False
 
@@ -57,7 +57,6 @@ class ModelHooks:
             preprocess=model if isinstance(model, SupportsPreprocess) else None,
             output=model if isinstance(model, SupportsOmniOutput) else None,
             postprocess=model if isinstance(model, SupportsPostprocess) else None,
-            input_chunks=model if isinstance(model, SupportsInputChunks) else None,
             aux_layers=tuple(model.omni_aux_hidden_state_layers) if isinstance(model, SupportsAuxHiddenStates) else (),
             takes_information="runtime_additional_information" in inspect.signature(model.forward).parameters,
         )
@@ -93,7 +92,10 @@ class OmniGPUModelRunner(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.hooks = ModelHooks.of(self.get_model())
+        model = self.get_model()
+        self.hooks = ModelHooks.of(model)
+        if isinstance(model, SupportsSuppressedTokens):
+            self.sampler = SuppressingSampler(self.sampler, model.suppressed_tokens())
 
     def discard_step(self) -> list[str]:
         """Discards the step that raised. Returns the ids of all requests that are held here."""
@@ -163,11 +165,8 @@ class OmniGPUModelRunner(GPUModelRunner):
     def _extend_input(self, req_id: str, chunk: InputChunk) -> None:
         information = dict(self.omni_info.get(req_id, {}))
         more = {} if chunk.information is None else chunk.information.to_dict()
-        if self.hooks.input_chunks is not None:
-            self.hooks.input_chunks.extend_information(information, more, chunk.is_last)
-        else:
-            extend_information(information, more)
-        self.omni_info[req_id] = information  # the whole chunk, or, if the hook raises, nothing of it
+        extend_information(information, more)
+        self.omni_info[req_id] = information  # the whole chunk, or, if it does not fit, nothing of it
 
     def _remove_input(self, req_id: str) -> None:
         self.omni_info.pop(req_id, None)
@@ -287,6 +286,22 @@ class OmniGPUModelRunner(GPUModelRunner):
         return spans
 
 
+class SuppressingSampler(Sampler):
+    """Never samples some tokens; see `SupportsSuppressedTokens`."""
+
+    def __init__(self, sampler: Sampler, suppressed: torch.Tensor) -> None:
+        """
+        Args:
+            sampler: Whose settings it has.
+            suppressed: `[vocab]` bool, on the device of the logits.
+        """
+        super().__init__(sampler.logprobs_mode, sampler.use_fp64_gumbel)
+        self._suppressed = suppressed
+
+    def apply_logits_processors(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().apply_logits_processors(logits.masked_fill_(self._suppressed, float("-inf")), *args, **kwargs)
+
+
 def _uncompiled() -> AbstractContextManager[None]:
     """Has vLLM's small compiled functions of sampling run as they are.
 
@@ -297,10 +312,7 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 
 def extend_information(information: dict[str, Any], chunk: dict[str, Any]) -> None:
-    """Appends a chunk's tensors to those of the same name along their first dimension; replaces everything else.
-
-    For models without a hook for it.
-    """
+    """Appends a chunk's tensors to those of the same name along their first dimension; replaces everything else."""
     for name, value in chunk.items():
         known = information.get(name)
         if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor):

@@ -129,7 +129,7 @@ def test_a_file_that_was_answered_starts_nothing(
     output.write_text(json.dumps({"custom_id": "\u00e4", "error": None}) + "\n")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         address = f"http://127.0.0.1:{server.server_port}/input.jsonl" if by_address else str(input_file)
         monkeypatch.setattr(sys, "argv", ["vllm-omni", "run-batch", "-i", address, "-o", str(output), "--model", "m"])
         try:

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from PIL import Image
 from vllm import envs
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
@@ -32,8 +31,7 @@ MODEL = "tiny"
 def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
     """`arguments` are those of `AsyncOmniLLM`."""
     envs.disable_envs_cache()  # An earlier test may have started an engine, from when on vLLM caches it.
-    with quick_servers():
-        llm = AsyncOmniLLM(str(model), **arguments)
+    llm = AsyncOmniLLM(str(model), **arguments)
     with llm, mock.patch.dict(os.environ):  # `install` sets vLLM's media connector.
         args = server_args(model)
         install(args)

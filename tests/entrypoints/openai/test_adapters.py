@@ -13,7 +13,6 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.media_apps import MODEL, png, send, use, with_flags
 from vllm_omni import OmniLLM
 from vllm_omni.errors import StageConfigError, StageStartError
@@ -126,5 +125,5 @@ def test_two_adapters_of_one_name_are_refused(image_app: FastAPI, ink: Path) -> 
 def test_an_incompatible_adapter_fails_the_start(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
     other = write_tiny_diffusion_lora(tiny_diffusion("flux"), tmp_path)
 
-    with quick_servers(), pytest.raises(StageStartError, match=r"LoRA adapter 'ink' .* is made for another model"):
+    with pytest.raises(StageStartError, match=r"LoRA adapter 'ink' .* is made for another model"):
         OmniLLM(str(tiny_diffusion("z_image")), lora_modules={"ink": str(other)})

@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from tests.diffusion.rewriting import RewrittenPrompt
-from tests.entrypoints.fake_pipelines import quick_servers, record_events
+from tests.entrypoints.fake_pipelines import record_events
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
@@ -66,8 +66,7 @@ def open_llm(folder: Path, shows_text: bool) -> AsyncOmniLLM:
         "dtype": "float32",
         "stage_overrides": {"writer": {"max_num_seqs": 4, "enforce_eager": True}},
     }
-    with quick_servers():
-        return AsyncOmniLLM(str(folder), str(path), log_stats=True, **options)
+    return AsyncOmniLLM(str(folder), str(path), log_stats=True, **options)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ class Host(http.server.BaseHTTPRequestHandler):
 def host() -> Iterator[str]:
     """An address of the recording in the server's own network."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/a.wav"
         server.shutdown()
 

@@ -164,6 +164,11 @@ def test_an_adapter_is_loaded_and_unloaded(app: FastAPI, tiny_qwen2_5_omni: Path
     assert send(app, "POST", "/v1/unload_lora_adapter", json={"lora_name": "hens"}).status_code == 200
     assert "hens" in error_of(send(app, "POST", "/v1/chat/completions", json=ask(model="hens")), 404)
 
+    assert send(app, "POST", "/adapters", json={"name": "hens", "src": str(folder)}).status_code == 200
+    assert chat(app, model="hens") != expected
+    assert send(app, "DELETE", "/adapters/hens").status_code == 200
+    assert "hens" in error_of(send(app, "POST", "/v1/chat/completions", json=ask(model="hens")), 404)
+
 
 def test_weights_of_a_stage_change(app: FastAPI, tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
     """Those of all stages, and of one: the others stay as they are. A wrong folder changes nothing."""

@@ -6,6 +6,7 @@ Clients, unmodified, with the application in this process.
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -124,6 +125,24 @@ class TestResponses:
         status, answer = use(app, main)
         assert (status, answer.status, answer.output_text) == ("queued", "incomplete", chat(app, user(QUESTION)))
 
+    def test_a_response_in_the_background_is_cancelled(self, app: FastAPI) -> None:
+        async def main(client: openai.AsyncOpenAI) -> tuple[str | None, ...]:
+            queued = await client.responses.create(input=QUESTION, background=True, max_output_tokens=900, **GREEDY)
+            cancelled = await client.responses.cancel(queued.id)
+            return cancelled.status, (await client.responses.retrieve(queued.id)).status
+
+        assert use(app, main) == ("cancelled", "cancelled")
+
+    def test_structured_output(self, app: FastAPI) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"sea": {"enum": ["red"]}},
+            "required": ["sea"],
+            "additionalProperties": False,
+        }
+        wanted = {"format": {"type": "json_schema", "name": "sea", "schema": schema, "strict": True}}
+        assert json.loads(respond(app, QUESTION, text=wanted, max_output_tokens=100).output_text) == {"sea": "red"}
+
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -136,6 +155,7 @@ class TestResponses:
                 r"input\[0\].content\[0\].input_audio.data",
             ),
             ([user([{"type": "nothing"}])], r"input\[0\].content\[0\]"),
+            ([user([{"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}])], "input_file"),
         ],
     )
     def test_a_wrong_input(self, app: FastAPI, given: Any, words: str, stream: bool) -> None:

@@ -122,7 +122,7 @@ class Host(http.server.BaseHTTPRequestHandler):
 def host() -> Iterator[http.server.ThreadingHTTPServer]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
         server.visits = []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -382,11 +382,14 @@ def test_every_path_but_health_requires_the_key(path: str) -> None:
         {"authorization": "secret"},
         {"authorization": "Bearer wrong"},
         {"authorization": "Basic secret"},
+        {"x-api-key": "wrong"},
+        {"authorization": "Bearer wrong", "x-api-key": "secret"},
     ):
         response = send(app, "GET", path, headers=headers)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == 401
-    assert send(app, "GET", path, headers=KEY).status_code != 401
+    for headers in (KEY, {"x-api-key": "secret"}):
+        assert send(app, "GET", path, headers=headers).status_code != 401
 
 
 def test_health_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,9 +480,14 @@ def test_the_store_is_limited_in_number_bytes_and_time(tmp_path: Path, monkeypat
         async def never(job: VideoJob) -> None:
             await asyncio.Event().wait()
 
-        other = start("other's", work, b"other")
-        jobs = [start(name, work) for name in "abc"]
-        await asyncio.gather(*(job.task for job in (other, *jobs) if job.task))
+        async def make(name: str, owner: bytes = NO_KEY) -> VideoJob:
+            job = start(name, work, owner)
+            assert job.task is not None
+            await job.task
+            return job
+
+        other = await make("other's", b"other")
+        jobs = [await make(name) for name in "abc"]  # one by one: which file is written last decides what is removed
         assert names() == ["b", "c"]  # bytes
         assert jobs[1].path.is_relative_to(tmp_path)
         assert not jobs[0].path.exists() and jobs[1].path.read_bytes() == b"1234"

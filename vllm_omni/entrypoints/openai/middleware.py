@@ -201,7 +201,7 @@ class ApiKeyMiddleware(AuthenticationMiddleware):
             scope[SCOPE_KEY].owner = secret.owner
             return self.app(scope, receive, send)
         response = error_response(
-            "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
+            "the API key is missing or wrong; send 'Authorization: Bearer KEY', or 'X-Api-Key: KEY'",
             HTTPStatus.UNAUTHORIZED,
             {"WWW-Authenticate": "Bearer"},
         )

@@ -50,7 +50,7 @@ class Talker(nn.Module):
         """
         Args:
             config: Has the head's `vocab_size` and `hidden_size`.
-            suppressed: `[vocab_size]` bool, ids that are never sampled.
+            suppressed: `[N]` bool, of the ids that the sampler counts with: those that are never sampled.
         """
         self.codec_head = ParallelLMHead(
             config.vocab_size,
@@ -67,8 +67,11 @@ class Talker(nn.Module):
         return self.model.embed_input_ids(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        logits = self.logits_processor(self.codec_head, hidden_states)
-        return None if logits is None else logits.masked_fill_(self.suppressed, float("-inf"))
+        return self.logits_processor(self.codec_head, hidden_states)
+
+    def suppressed_tokens(self) -> torch.Tensor:
+        """See `SupportsSuppressedTokens`."""
+        return self.suppressed
 
     def forward(
         self,

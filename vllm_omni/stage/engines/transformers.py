@@ -307,13 +307,7 @@ def _as_source(request: StageRequest, start: int, **content: Any) -> StageOutput
 
 
 def _cut_sound(request: StageRequest, sources: Sources, rate: int, max_clip_s: float) -> list[StageOutput]:
-    """The clips of a caller's sound, at the model's rate.
-
-    Raises:
-        InvalidRequestError: There is no sound.
-    """
-    if not sources:
-        raise InvalidRequestError("there is no sound; give it as multi_modal_data['audio']", request.request_id)
+    """The clips of a caller's sound, at the model's rate."""
     (source,) = sources.values()
     sound = resample_audio_pyav(source.tensors["audio"].numpy(), orig_sr=SOUND_RATE, target_sr=rate)
     clips = split_sound(sound, rate, max_clip_s)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.fake_pipelines import quick_servers
 from tests.entrypoints.openai.media_apps import server_args
 from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from vllm_omni import AsyncOmniLLM
@@ -27,9 +26,7 @@ SHORT = {
 def realtime_llm(tiny_qwen3_omni_moe: Path) -> Iterator[AsyncOmniLLM]:
     """Qwen3-Omni, greedy, about a second of speech."""
     small = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
-    with quick_servers():
-        llm = AsyncOmniLLM(str(tiny_qwen3_omni_moe), stage_overrides=SHORT, **small)
-    with llm:
+    with AsyncOmniLLM(str(tiny_qwen3_omni_moe), stage_overrides=SHORT, **small) as llm:
         yield llm
 
 

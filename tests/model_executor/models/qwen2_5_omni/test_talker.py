@@ -18,13 +18,23 @@ class TestTalker(TalkerTests):
     pass
 
 
-def test_speech_does_not_start_again(talker_engine: OmniLLMEngine, config: PretrainedConfig) -> None:
+def test_speech_does_not_start_again(
+    talker_engine: OmniLLMEngine, config: PretrainedConfig, talker_prompts: dict[str, Any], make_params: MakeParams
+) -> None:
+    start_id = config.talker_config.tts_codec_start_token_id
     model = loaded_model(talker_engine)
     assert isinstance(model, OmniQwen2_5OmniTalker)
+    assert model.suppressed_tokens().nonzero().flatten().tolist() == [start_id]
+    prompts = {name: talker_prompts["text"] for name in ("greedy", "sampled")}
+    bias = {start_id: 100.0}
+    params = {
+        "greedy": make_params(logit_bias=bias),
+        "sampled": make_params(logit_bias=bias, temperature=2.0, min_tokens=10),
+    }
+    for output in run_engine(talker_engine, prompts, params).values():
+        assert start_id not in output.outputs[0].token_ids
     logits = model.compute_logits(torch.randn(3, config.talker_config.hidden_size))
-    assert logits is not None
-    is_open = logits[0] > float("-inf")
-    assert (~is_open).nonzero().flatten().tolist() == [config.talker_config.tts_codec_start_token_id]
+    assert logits is not None and logits.isfinite().all()
 
 
 def test_voices_differ(

@@ -84,8 +84,11 @@ class ClientSecrets:
 
 def sent_key(scope: Scope) -> str:
     """The key of a request, from its header or the subprotocols of a WebSocket; empty if there is none."""
-    scheme, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
+        return key
+    if key := headers.get("X-Api-Key", ""):  # as Anthropic's clients send it
         return key
     offered = [name for name in scope.get("subprotocols", ()) if name.startswith(KEY_SUBPROTOCOL)]
     return offered[0].removeprefix(KEY_SUBPROTOCOL) if offered else ""

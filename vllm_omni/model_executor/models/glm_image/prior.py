@@ -70,12 +70,16 @@ class OmniGlmImage(Glm4ForCausalLM):
         return torch.cat([self.vqmodel.encode(each[None]).image_tokens for each in features])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The logits of image tokens only: the DiT can read no others."""
+        """The head's logits, padded to the vocabulary of text, which vLLM's sampler counts with."""
         logits = super().compute_logits(hidden_states)
         if logits is None:
             return None
-        codes = logits[:, : self.config.vq_config.num_embeddings]
-        return F.pad(codes, (0, self.config.text_config.vocab_size - codes.shape[1]), value=float("-inf"))
+        return F.pad(logits, (0, self.config.text_config.vocab_size - logits.shape[1]), value=float("-inf"))
+
+    def suppressed_tokens(self) -> torch.Tensor:
+        """See `SupportsSuppressedTokens`: all but image tokens, since the DiT can read no others."""
+        ids = torch.arange(self.config.text_config.vocab_size, device=next(self.parameters()).device)
+        return ids >= self.config.vq_config.num_embeddings
 
 
 class GlmImageFeedback(FeedbackStrategy):

@@ -134,7 +134,8 @@ class OmniHiggsAudio(EncodingTalker):
         self.audio_lm_head = nn.Linear(config.hidden_size, num_rows, bias=False).requires_grad_(False)
         head_config = copy.copy(config)
         head_config.vocab_size = config.codebook_size
-        self.add_codec_head(vllm_config, head_config, prefix, torch.zeros(config.codebook_size, dtype=torch.bool))
+        is_no_code = torch.arange(config.vocab_size) >= config.codebook_size
+        self.add_codec_head(vllm_config, head_config, prefix, is_no_code)
         self.register_buffer("offsets", torch.arange(config.num_codebooks) * config.codebook_size, persistent=False)
         self.offsets: torch.Tensor
         self.pattern = DelayPattern(config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id)

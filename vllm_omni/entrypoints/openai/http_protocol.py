@@ -62,6 +62,9 @@ def web_socket_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asynci
             except Exception as error:
                 logger.warning("the connection of a realtime client is closed: %s", error)
                 self.transport.abort()
+                self.frames.clear()
+                self.num_arriving = 0
+                count(0)  # Now: the client's other sessions are not to be refused for it.
 
         async def receive(self) -> Any:
             message = await super().receive()

@@ -367,9 +367,13 @@ def test_all_that_is_made_of_weights_is_made_again(name: str, tmp_path: Path) ->
         assert {stage.weight_version for stage in outputs[0].stage_metrics} == {llm.get_weight_version()}
         return [([it.token_ids for it in output.outputs], output.multimodal_output) for output in outputs]
 
+    def is_close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+        # Which windows of a sound are computed at once depends on time, and rounds its last digit.
+        return tensor.shape == other.shape and torch.allclose(tensor, other, rtol=0, atol=1e-6)
+
     def are_equal(first: list[Any], second: list[Any]) -> bool:
         return all(
-            tokens == others and all(torch.equal(tensor, tensors[key]) for key, tensor in found.items())
+            tokens == others and all(is_close(tensor, tensors[key]) for key, tensor in found.items())
             for (tokens, found), (others, tensors) in zip(first, second, strict=True)
         )
 

@@ -4,26 +4,30 @@
 The parent assigns and checks the cores of all stages before anything starts; a stage's process binds itself.
 """
 
+import math
 import os
+from collections import defaultdict
 
 import torch
 from vllm.platforms import current_platform
 
 from vllm_omni.config.resources import instance_cpus
-from vllm_omni.config.stage_config import PipelineConfig, StageInstance
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement.spec import StagePlacement
 
 _Requested = list[tuple[StageInstance, list[int] | int | None]]
 
 
-def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
+def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]:
     """The cores and threads of each replica, by instance id.
 
     A list of cores is used as it is; lists may overlap. A number gets that many of the cores that no list names, in
-    order. Replicas without `runtime.cpus` share the remaining cores, with an equal part of the threads on a CPU; if no
-    replica has it, none is bound. A single one with a vLLM engine leaves a core to the caller's process and to its own
-    IO thread, as vLLM does. A user's `OMP_NUM_THREADS` overrides every number of threads.
+    order. Replicas without `runtime.cpus` share the remaining cores, on a CPU with the threads of `share_threads`; if
+    no replica has it, none is bound. A user's `OMP_NUM_THREADS` overrides every number of threads.
+
+    Args:
+        model: The pipeline's checkpoint.
 
     Raises:
         StageConfigError: A core does not exist, or there are too few.
@@ -42,8 +46,36 @@ def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
         if cpus is not None:
             placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
     others = [instance for instance, cpus in requested if cpus is None]
-    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), others))
-    return placements | {instance.instance_id: rest for instance in others}
+    cpus = free if placements and free else None
+    threads = share_threads(config, model, len(free), others) if current_platform.is_cpu() else {}
+    for instance in others:
+        share = threads.get(instance.instance_id)  # None: with an accelerator torch decides.
+        num_threads = None if share is None else _num_threads(share)
+        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=num_threads)
+    return placements
+
+
+def share_threads(config: PipelineConfig, model: str, num_cores: int, instances: list[StageInstance]) -> dict[int, int]:
+    """Threads of each of these replicas, which share cores, by instance id.
+
+    Only replicas that have something to do compute, and threads that wait sleep: together they may have more threads
+    than there are cores. Stages that read each other's outputs compute at the same time. Of the bytes of weights that
+    such a group reads, each replica's part is its part of the cores, rounded up. A replica whose weights are unknown
+    has an equal part of the cores. An engine that is alone, or has more than two cores, leaves one if its operations
+    need all of its threads: each ends with the slowest thread, and the caller's process has work, too.
+    """
+    equal = max(1, num_cores // max(1, len(instances)))
+    threads = {}
+    for group in _connected(instances):
+        sizes = {instance.instance_id: _weight_bytes(config, model, instance.stage) for instance in group}
+        total = sum(size or 0 for size in sizes.values())
+        for instance in group:
+            size = sizes[instance.instance_id]
+            number = math.ceil(size * num_cores / total) if size else equal
+            leaves_one = instance.stage.kind.spins and (num_cores > 2 or len(instances) == 1)
+            most = num_cores - 1 if leaves_one else num_cores
+            threads[instance.instance_id] = max(1, min(most, number))
+    return threads
 
 
 def bind_cores(placement: StagePlacement) -> None:
@@ -78,14 +110,25 @@ def _join(numbers: set[int] | list[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-def _share(num_cores: int, instances: list[StageInstance]) -> int | None:
-    """Threads of each replica that shares cores. With an accelerator torch decides."""
-    if not current_platform.is_cpu() or not instances:
-        return None
-    if len(instances) == 1 and instances[0].stage.kind.spins:
-        # Its threads spin between the steps' operations: on all cores they delay everything else.
-        num_cores -= 1
-    return _num_threads(max(1, num_cores // len(instances)))
+def _connected(instances: list[StageInstance]) -> list[list[StageInstance]]:
+    """The replicas in groups; stages of two groups do not read each other's outputs."""
+    groups: dict[int, set[int]] = {}  # By stage, the stages that it is connected with.
+    for instance in instances:
+        joined = {instance.stage.stage_id, *instance.stage.engine_input_source}
+        joined = joined.union(*(groups[stage] for stage in joined if stage in groups))
+        groups |= dict.fromkeys(joined, joined)
+    found: dict[int, list[StageInstance]] = defaultdict(list)
+    for instance in instances:
+        found[min(groups[instance.stage.stage_id])].append(instance)
+    return list(found.values())
+
+
+def _weight_bytes(config: PipelineConfig, model: str, stage: OmniStageConfig) -> int | None:
+    """Bytes of weights that a stage reads in a step, if known."""
+    checkpoint = stage.checkpoint(model)
+    return stage.kind.weight_bytes(
+        model, {other.name for other in config.stage_args if other.checkpoint(model) == checkpoint}
+    )
 
 
 def _num_threads(number: int) -> int | None:

@@ -144,7 +144,7 @@ def _on_this_machine(spec: StageSpec) -> StageSpec:
     """Replaces `share` by what follows from it. Raises as `take_share`."""
     if spec.share is None:
         return spec
-    instance, placement = take_share(spec.share, spec.instance.instance_id)
+    instance, placement = take_share(spec.share, spec.instance.instance_id, spec.model)
     return msgspec.structs.replace(spec, instance=instance, placement=placement, share=None)
 
 

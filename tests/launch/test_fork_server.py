@@ -84,21 +84,6 @@ def test_a_module_that_cannot_be_imported_is_an_immediate_error(capfd: pytest.Ca
     assert "no_such_module" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("variable", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_threads_that_wait_sleep_unless_the_environment_says_how(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "1")
-    started: list[Any] = []
-    monkeypatch.setattr(fork_server.subprocess, "Popen", lambda *args, **options: started.append(options["env"]))
-    server = ForkServer()
-    server._control.close()
-    assert started[0].get("OMP_WAIT_POLICY") == {None: "passive", "OMP_WAIT_POLICY": "1"}.get(variable)
-
-
 def test_a_reply_after_a_timeout_is_not_mistaken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a stage would get the id of another process, and be killed instead of it."""
     replies: list[Any] = []

@@ -95,7 +95,7 @@ def make_heard(folder: Path) -> dict[str, Any]:
 
 
 def make_omni(folder: Path) -> dict[str, Any]:
-    """Three stages that read each other, in one checkpoint."""
+    """Three stages of one checkpoint."""
     model = make_checkpoint(folder / "omni", thinker=640, talker=250, token2wav=110)
     stages: list[dict[str, Any]] = [
         {"engine_type": "AR", "engine_args": {"model_stage": "thinker", "model": model}},
@@ -114,24 +114,24 @@ def make_omni(folder: Path) -> dict[str, Any]:
         (make_text, 4, [3]),
         (make_text, 8, [7]),
         (make_text, 16, [15]),
-        # The rule: stages that read each other share by bytes, rounded up; unknown ones have an equal part.
+        # By bytes of weights; a function, whose weights are unknown, has an equal part, and no more.
         (make_talk, 1, [1, 1, 1]),
-        (make_talk, 2, [1, 2, 1]),
-        (make_talk, 4, [1, 3, 1]),
-        (make_talk, 8, [2, 7, 2]),
-        (make_talk, 16, [5, 15, 5]),
-        (make_heard, 2, [2, 2, 1]),
-        (make_heard, 4, [3, 3, 1]),
-        (make_heard, 8, [7, 7, 2]),
-        (make_heard, 16, [15, 15, 5]),
-        (make_omni, 2, [2, 1, 1]),
-        (make_omni, 4, [3, 1, 1]),
-        (make_omni, 8, [6, 2, 1]),
-        (make_omni, 16, [11, 4, 2]),
+        (make_talk, 2, [1, "1 to 2", 1]),
+        (make_talk, 4, [1, "2 to 3", 1]),
+        (make_talk, 8, [2, "4 to 7", 2]),
+        (make_talk, 16, [5, "6 to 15", 5]),
+        (make_heard, 2, ["1 to 2", "1 to 2", 1]),
+        (make_heard, 4, ["1 to 3", "1 to 3", 1]),
+        (make_heard, 8, ["2 to 7", "3 to 7", 2]),
+        (make_heard, 16, ["3 to 15", "7 to 15", 5]),
+        (make_omni, 2, ["1 to 2"] * 3),
+        (make_omni, 4, ["2 to 3", "1 to 3", "1 to 3"]),
+        (make_omni, 8, ["5 to 7", "2 to 7", "1 to 7"]),
+        (make_omni, 16, ["10 to 15", "4 to 15", "1 to 15"]),
     ],
 )
 def test_threads_follow_from_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Any, num_cores: int, threads: list[int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Any, num_cores: int, threads: list[int | str]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     made = make(tmp_path)
@@ -152,7 +152,7 @@ def test_threads_follow_from_weights(
             }
     config = parse_pipeline_config({"stage_args": stages}, "my.yaml")
     placements = place_cores(config, "")
-    assert [placements[i].num_threads for i in sorted(placements)] == threads
+    assert [placements[i].threads for i in sorted(placements)] == threads
     assert all(placement.cpus is None for placement in placements.values())
 
 

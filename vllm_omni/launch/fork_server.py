@@ -36,10 +36,6 @@ _head = struct.Struct("<4sI")  # verb, number
 _WORKER = "vllm_omni.stage.worker"
 # With the caller's import path: what the caller can import, such as a function next to its script, its stages can too.
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import main; main()"
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_PASSIVE = {"OMP_WAIT_POLICY": "passive"}
-"""OpenMP reads it once, when it is loaded. By default a thread that waits for work spins for milliseconds, on a core
-that another stage needs, and an operation whose threads share a core then takes many times as long."""
 _DIED = "the server that starts stage processes died; its stderr has the reason"
 
 
@@ -177,14 +173,12 @@ class ForkServer:
         with server_end:
             if self._from_this_process:
                 self._from_this_process = False  # Another one is started when this process has threads.
-                os.environ |= _waiting_of_threads()
                 self._process = _fork_server(self._control, server_end, self._modules)
                 return
             import_path = json.dumps([str(entry) for entry in sys.path])
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _COMMAND, str(server_end.fileno()), import_path, *self._modules],
-                    env=os.environ | _waiting_of_threads(),
                     pass_fds=[server_end.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
@@ -277,11 +271,6 @@ class ForkServer:
             answered, answer = json.loads(reply)
             if answered == number:
                 return answer
-
-
-def _waiting_of_threads() -> dict[str, str]:
-    """How OpenMP's threads wait: they sleep, unless the environment has a setting of it."""
-    return {} if any(name in os.environ for name in _WAITING) else _PASSIVE
 
 
 class _ServerProcess(Protocol):

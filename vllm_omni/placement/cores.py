@@ -4,9 +4,8 @@
 The parent assigns and checks the cores of all stages before anything starts; a stage's process binds itself.
 """
 
-import math
 import os
-from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from vllm.platforms import current_platform
@@ -47,35 +46,34 @@ def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]
             placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
     others = [instance for instance, cpus in requested if cpus is None]
     cpus = free if placements and free else None
-    threads = share_threads(config, model, len(free), others) if current_platform.is_cpu() else {}
-    for instance in others:
-        share = threads.get(instance.instance_id)  # None: with an accelerator torch decides.
-        num_threads = None if share is None else _num_threads(share)
-        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=num_threads)
+    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
+        return placements | {instance.instance_id: StagePlacement(cpus=cpus) for instance in others}
+    for instance, least, most in share_threads(config, model, len(free), others):
+        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=least, max_threads=most)
     return placements
 
 
-def share_threads(config: PipelineConfig, model: str, num_cores: int, instances: list[StageInstance]) -> dict[int, int]:
-    """Threads of each of these replicas, which share cores, by instance id.
+def share_threads(
+    config: PipelineConfig, model: str, num_cores: int, instances: list[StageInstance]
+) -> Iterator[tuple[StageInstance, int, int]]:
+    """The threads of each of these replicas, which share cores: always, and while the others wait.
 
-    Only replicas that have something to do compute, and threads that wait sleep: together they may have more threads
-    than there are cores. Stages that read each other's outputs compute at the same time. Of the bytes of weights that
-    such a group reads, each replica's part is its part of the cores, rounded up. A replica whose weights are unknown
-    has an equal part of the cores. An engine that is alone, or has more than two cores, leaves one if its operations
-    need all of its threads: each ends with the slowest thread, and the caller's process has work, too.
+    Of the bytes of weights that all of them read, a replica's part is its part of the cores; one whose weights are
+    unknown has an equal part. What others do not use at the moment is for replicas each of whose operations needs all
+    threads (`StageKind.spins`), but for one core where there are more than two, or one replica: an operation ends with
+    its slowest thread, and the caller's process has work, too.
     """
+    sizes = {instance.instance_id: _weight_bytes(config, model, instance.stage) for instance in instances}
     equal = max(1, num_cores // max(1, len(instances)))
-    threads = {}
-    for group in _connected(instances):
-        sizes = {instance.instance_id: _weight_bytes(config, model, instance.stage) for instance in group}
-        total = sum(size or 0 for size in sizes.values())
-        for instance in group:
-            size = sizes[instance.instance_id]
-            number = math.ceil(size * num_cores / total) if size else equal
-            leaves_one = instance.stage.kind.spins and (num_cores > 2 or len(instances) == 1)
-            most = num_cores - 1 if leaves_one else num_cores
-            threads[instance.instance_id] = max(1, min(most, number))
-    return threads
+    num_left = num_cores - equal * sum(not size for size in sizes.values())
+    total = sum(size or 0 for size in sizes.values())
+    for instance in instances:
+        size = sizes[instance.instance_id]
+        least = max(1, size * num_left // total) if size else equal
+        most = least
+        if instance.stage.kind.spins:
+            most = max(1, num_cores - int(num_cores > 2 or len(instances) == 1))
+        yield instance, min(least, most), most
 
 
 def bind_cores(placement: StagePlacement) -> None:
@@ -108,19 +106,6 @@ def _check_numbers(requested: _Requested, free: list[int], allowed: list[int]) -
 
 def _join(numbers: set[int] | list[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
-
-
-def _connected(instances: list[StageInstance]) -> list[list[StageInstance]]:
-    """The replicas in groups; stages of two groups do not read each other's outputs."""
-    groups: dict[int, set[int]] = {}  # By stage, the stages that it is connected with.
-    for instance in instances:
-        joined = {instance.stage.stage_id, *instance.stage.engine_input_source}
-        joined = joined.union(*(groups[stage] for stage in joined if stage in groups))
-        groups |= dict.fromkeys(joined, joined)
-    found: dict[int, list[StageInstance]] = defaultdict(list)
-    for instance in instances:
-        found[min(groups[instance.stage.stage_id])].append(instance)
-    return list(found.values())
 
 
 def _weight_bytes(config: PipelineConfig, model: str, stage: OmniStageConfig) -> int | None:

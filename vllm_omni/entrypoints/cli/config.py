@@ -144,13 +144,13 @@ class ConfigValues:
             where = {
                 "devices": ",".join(devices[replica.instance_id]),
                 "cpus": found.cpus,
-                "threads": found.num_threads,
+                "threads": found.threads,
             }
             shown = {key: value for key, value in where.items() if value}
             if stage.runtime.replicas > 1:
                 yield ConfigValue((*path, replica.name), shown, "computed", is_computed=True)
-            elif found.num_threads is not None:
-                yield ConfigValue((*path, "threads"), found.num_threads, "computed", is_computed=True)
+            elif found.threads is not None:
+                yield ConfigValue((*path, "threads"), found.threads, "computed", is_computed=True)
 
     def _computed(self, stage: OmniStageConfig, before: OmniStageConfig) -> Iterator[ConfigValue]:
         """The other arguments of a stage's engine."""

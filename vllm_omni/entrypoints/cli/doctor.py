@@ -101,7 +101,7 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     platform, found = probe_platform()
     yield from found
     num_processes, shared_memory = 1, SHARED_MEMORY
-    shares: dict[str, int] = {}
+    shares: Mapping[str, int | str] = {}
     if arguments and platform is not None:
         with handle_import_warnings(), waiting(describe_import()):
             from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed, threads_of_stages
@@ -275,7 +275,7 @@ def check_shared_memory(needed: int = SHARED_MEMORY, path: Path = Path("/dev/shm
     yield Finding(level, "shared memory", message, "" if level == "OK" else remedy)
 
 
-def check_threads(device_type: str, num_processes: int, shares: Mapping[str, int]) -> Iterator[Finding]:
+def check_threads(device_type: str, num_processes: int, shares: Mapping[str, int | str]) -> Iterator[Finding]:
     """Reports the threads of stages, and if each of them has more than its part of the cores because it is set so.
 
     Args:

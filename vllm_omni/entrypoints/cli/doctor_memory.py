@@ -265,11 +265,11 @@ def check_model(
     return read.with_checkpoints, findings
 
 
-def threads_of_stages(config: PipelineConfig, model: str) -> dict[str, int]:
+def threads_of_stages(config: PipelineConfig, model: str) -> dict[str, int | str]:
     """Threads of each replica on this machine, by its name; of those for which torch decides there are none."""
     placements = place_cores(config, find_checkpoint(model))
     names = {key: instance.name for key, instance in config.instances.items()}
-    return {names[key]: found.num_threads for key, found in sorted(placements.items()) if found.num_threads is not None}
+    return {names[key]: found.threads for key, found in sorted(placements.items()) if found.threads is not None}
 
 
 def shared_memory_needed(config: PipelineConfig) -> int:

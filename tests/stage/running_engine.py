@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a stage engine in a thread of the test, which has the shell's part."""
 
-import select
 import queue
+import select
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable

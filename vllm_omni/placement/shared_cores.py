@@ -9,7 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-import torch
+from torch import get_num_threads, set_num_threads  # vLLM's CPU worker replaces the one in `torch`.
 
 from vllm_omni.placement.spec import StagePlacement
 
@@ -42,8 +42,8 @@ class SharedCores:
         others = sum(self._counts[:]) - before
         number = max(self._least, self._most - others)
         self._counts[self._index] = min(number, 255)
-        if self._least < self._most and number != torch.get_num_threads():
-            torch.set_num_threads(number)
+        if self._least < self._most and number != get_num_threads():
+            set_num_threads(number)
 
     def release(self) -> None:
         """While it waits: others may compute with all threads."""

@@ -2,10 +2,14 @@
 """Which cores a stage runs on, and with how many threads."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement.cores import place_cores
 
@@ -20,7 +24,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
-    return [(p.cpus, p.num_threads) for _, p in sorted(place_cores(pipeline(*stages)).items())]
+    return [(p.cpus, p.num_threads) for _, p in sorted(place_cores(pipeline(*stages), "none").items())]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,7 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
         ([{"engine_type": "fake"}], [(None, 8)]),
         ([{}, {}, {}], [(None, 2)] * 3),
         ([{}] * 6, [(None, 1)] * 6),
-        # A vLLM engine that shares with no other stage leaves a core.
+        # A vLLM engine leaves a core.
         ([{}], [(None, 7)]),
         # Lists, which may overlap; the others share the rest.
         ([{"cpus": "2-4"}, {"cpus": "4,9"}], [([2, 3, 4], 3), ([4, 9], 2)]),
@@ -47,6 +51,115 @@ def place(*stages: dict[str, Any]) -> list[tuple[list[int] | None, int | None]]:
 )
 def test_cores(stages: list[dict[str, Any]], placed: list[tuple[list[int] | None, int | None]]) -> None:
     assert place(*stages) == placed
+
+
+def make_checkpoint(folder: Path, **sizes: int) -> str:
+    """A checkpoint with a tensor of so many bytes in each part."""
+    folder.mkdir()
+    parts = {f"{part}.weight": torch.zeros(size, dtype=torch.int8) for part, size in sizes.items()}
+    save_file(parts, folder / "model.safetensors")
+    return str(folder)
+
+
+def make_text(folder: Path) -> dict[str, Any]:
+    args = {"model_stage": "llm", "model": make_checkpoint(folder / "llm", model=270)}
+    return {"stages": [{"engine_type": "AR", "engine_args": args}], "sources": {}}
+
+
+def make_talk(folder: Path) -> dict[str, Any]:
+    model = make_checkpoint(folder / "llm", model=270)
+    stages: list[dict[str, Any]] = [
+        {
+            "engine_type": "function",
+            "function": "builtins.str",
+            "accepts": "audio",
+            "engine_args": {"model_stage": "asr"},
+        },
+        {"engine_type": "AR", "engine_args": {"model_stage": "llm", "model": model}},
+        {
+            "engine_type": "function",
+            "function": "builtins.str",
+            "accepts": "text",
+            "engine_args": {"model_stage": "tts"},
+        },
+    ]
+    return {"stages": stages, "sources": {2: [1]}}
+
+
+def make_heard(folder: Path) -> dict[str, Any]:
+    """As talk, with a vLLM engine that transcribes."""
+    talk = make_talk(folder)
+    args = {"model_stage": "asr", "model": make_checkpoint(folder / "asr", model=145)}
+    talk["stages"][0] = {"engine_type": "AR", "accepts": "audio", "engine_args": args}
+    return talk
+
+
+def make_omni(folder: Path) -> dict[str, Any]:
+    """Three stages of one checkpoint."""
+    model = make_checkpoint(folder / "omni", thinker=640, talker=250, token2wav=110)
+    stages: list[dict[str, Any]] = [
+        {"engine_type": "AR", "engine_args": {"model_stage": "thinker", "model": model}},
+        {"engine_type": "AR", "engine_args": {"model_stage": "talker", "model": model}},
+        {"engine_type": "generation", "engine_args": {"model_stage": "code2wav", "model": model}},
+    ]
+    return {"stages": stages, "sources": {1: [0], 2: [1]}}
+
+
+@pytest.mark.parametrize(
+    ("make", "num_cores", "threads"),
+    [
+        # A vLLM engine that is alone leaves a core.
+        (make_text, 1, [1]),
+        (make_text, 2, [1]),
+        (make_text, 4, [3]),
+        (make_text, 8, [7]),
+        (make_text, 16, [15]),
+        # By bytes of weights; a function, whose weights are unknown, has an equal part, and no more.
+        (make_talk, 1, [1, 1, 1]),
+        (make_talk, 2, [1, "1 to 2", 1]),
+        (make_talk, 4, [1, "2 to 3", 1]),
+        (make_talk, 8, [2, "4 to 7", 2]),
+        (make_talk, 16, [5, "6 to 15", 5]),
+        (make_heard, 2, ["1 to 2", "1 to 2", 1]),
+        (make_heard, 4, ["1 to 3", "1 to 3", 1]),
+        (make_heard, 8, ["2 to 7", "3 to 7", 2]),
+        (make_heard, 16, ["3 to 15", "7 to 15", 5]),
+        (make_omni, 2, ["1 to 2"] * 3),
+        (make_omni, 4, ["2 to 3", "1 to 3", "1 to 3"]),
+        (make_omni, 8, ["5 to 7", "2 to 7", "1 to 7"]),
+        (make_omni, 16, ["10 to 15", "4 to 15", "1 to 15"]),
+    ],
+)
+def test_threads_follow_from_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Any, num_cores: int, threads: list[int | str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    made = make(tmp_path)
+    stages = [
+        stage
+        | {
+            "stage_id": i,
+            "final_output": True,
+            "final_output_type": "text",
+            "engine_input_source": made["sources"].get(i, []),
+        }
+        for i, stage in enumerate(made["stages"])
+    ]
+    for i in made["sources"]:
+        if stages[i]["engine_type"] != "function":
+            stages[i] |= {
+                "custom_process_input_func": "vllm_omni.model_executor.stage_input_processor.StageInputProcessor"
+            }
+    config = parse_pipeline_config({"stage_args": stages}, "my.yaml")
+    placements = place_cores(config, "")
+    assert [placements[i].threads for i in sorted(placements)] == threads
+    assert all(placement.cpus is None for placement in placements.values())
+
+
+@pytest.mark.parametrize("content", [b"", b"12345678", b"\x02" + bytes(7) + b"[]"])
+def test_a_checkpoint_that_cannot_be_read_is_unknown(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert place({"engine_args": {"model": str(tmp_path)}}, {}) == [(None, 4), (None, 4)]
 
 
 def test_the_user_s_number_of_threads_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

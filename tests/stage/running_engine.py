@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a stage engine in a thread of the test, which has the shell's part."""
 
+import queue
 import select
 import threading
 from collections import defaultdict, deque
@@ -31,12 +32,13 @@ class WatchedInbox:
             self._is_asleep = False
             self._changed.notify_all()
 
-    def get(self) -> InboxItem:
+    def get(self, timeout: float | None = None) -> InboxItem:
         with self._changed:
             while not self._items:
                 self._is_asleep = True
                 self._changed.notify_all()
-                self._changed.wait()
+                if not self._changed.wait(timeout):
+                    raise queue.Empty
             return self._items.popleft()
 
     def empty(self) -> bool:

@@ -4,6 +4,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,8 @@ from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.function_stage import FunctionStage, load_function_stage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import Completion, StageOutput
+from vllm_omni.placement.shared_cores import SharedCores
+from vllm_omni.placement.spec import StagePlacement
 from vllm_omni.stage.engines.base import AbortRequest, Error, NewRequest, Outbox, Result, Stream, StreamChunk
 from vllm_omni.stage.engines.function import FunctionStageEngine
 from vllm_omni.stage.watchdog import StepTimer
@@ -170,6 +173,28 @@ def test_requests_run_at_the_same_time_and_the_windows_of_one_in_order(run: Run)
     assert [text_of(running.wait_for(name, 6)) for name in "abc"] == ["1234<4>"] * 3
     running.wait_asleep()
     assert len(running.counter.batch_sizes) == 12
+
+
+def test_the_cores_of_calls_in_threads_are_used_until_all_of_them_have_returned(run: Run, tmp_path: Path) -> None:
+    engine, function = make_stage(num_threads=2)
+    engine.cores = SharedCores(tmp_path, 0, StagePlacement(num_threads=3, max_threads=3))
+    started, go_on, returned = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def wait(talk: Talk, text: str) -> dict[str, str]:
+        started.wait(PATIENCE)
+        go_on.wait(PATIENCE)
+        return {"text": text}
+
+    function.on_window = wait
+    running = run(engine)
+    running.counter.after[2] = returned.set
+    running.put(new("a", "1", is_last=True), new("b", "1", is_last=True))
+    started.wait(PATIENCE)
+    assert (tmp_path / "threads").read_bytes()[0] == 3
+    go_on.set()
+    assert returned.wait(PATIENCE)
+    running.wait_asleep()
+    assert (tmp_path / "threads").read_bytes()[0] == 0
 
 
 def test_an_abort_stops_a_generator_between_two_pieces(run: Run) -> None:

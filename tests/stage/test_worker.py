@@ -73,7 +73,7 @@ def start() -> Iterator[Open]:
     opened: list[Orchestrator] = []
 
     def start(config: PipelineConfig) -> tuple[Orchestrator, Caller]:
-        opened.append(open_orchestrator(config, placements=place_cores(config)))
+        opened.append(open_orchestrator(config, placements=place_cores(config, "none")))
         opened[-1].wait_until_started()
         return opened[-1], Caller(opened[-1], config)
 

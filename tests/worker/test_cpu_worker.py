@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CompilationMode
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
@@ -99,6 +100,7 @@ def test_threads_of_a_gpus_libraries_keep_their_slack(
     monkeypatch.setattr(worker_class, "_make_model_runner", lambda worker: None)
     monkeypatch.setattr(cpu_worker, "_unlink_shared_memory", lambda: None)  # There are no groups.
     worker = object.__new__(worker_class)
-    worker.vllm_config = SimpleNamespace(additional_config={})  # type: ignore[assignment]
+    compilation = SimpleNamespace(mode=CompilationMode.VLLM_COMPILE)
+    worker.vllm_config = SimpleNamespace(additional_config={}, compilation_config=compilation)  # type: ignore[assignment]
     worker.init_device()
     assert found == [200_000_000 if issubclass(worker_class, CPUWorker) else before]

@@ -2,7 +2,7 @@
 """One stage of a pipeline: its keys in the YAML file, and its kind, which decides what they mean."""
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -227,7 +227,7 @@ class StageKind:
             takes what it needs.
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
-        spins: Its threads spin between the operations of a step.
+        spins: All of its threads compute each operation of a step, and wait for the slowest one.
         verbs: What an operator can ask of it (`vllm_omni.control`).
         text_has_tensors: Callers receive the tensors that it makes beside a text; else only other stages do.
         speaks_replies: It may make sound of the text that its source writes.
@@ -392,6 +392,14 @@ class StageKind:
 
     def describe_python(self) -> str | None:
         """The Python of a stage that has its own, for people; None: it runs in this one."""
+
+    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
+        """About how many bytes of weights a step reads; None: unknown. Stages share a CPU's cores by it.
+
+        Args:
+            parts: Names of the stages with the same checkpoint, this one's too.
+        """
+        return None
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

@@ -44,7 +44,8 @@ def open_pipeline(
     if resolved.engine_args:
         _check_locks()
     has_cluster = config.runtime.distributed_backend is not None
-    placements = {} if has_cluster else place_cores(config)  # Else each stage computes its share of its machine.
+    # In a cluster each stage computes its share of its machine.
+    placements = {} if has_cluster else place_cores(config, args.model)
     server.preload(_modules_to_preload(resolved, args.model))
     observers = make_observers(config, args)
     with contextlib.ExitStack() as undo:

@@ -5,25 +5,28 @@ The parent assigns and checks the cores of all stages before anything starts; a 
 """
 
 import os
+from collections.abc import Iterator
 
 import torch
 from vllm.platforms import current_platform
 
 from vllm_omni.config.resources import instance_cpus
-from vllm_omni.config.stage_config import PipelineConfig, StageInstance
+from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
 from vllm_omni.placement.spec import StagePlacement
 
 _Requested = list[tuple[StageInstance, list[int] | int | None]]
 
 
-def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
+def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]:
     """The cores and threads of each replica, by instance id.
 
     A list of cores is used as it is; lists may overlap. A number gets that many of the cores that no list names, in
-    order. Replicas without `runtime.cpus` share the remaining cores, with an equal part of the threads on a CPU; if no
-    replica has it, none is bound. A single one with a vLLM engine leaves a core to the caller's process and to its own
-    IO thread, as vLLM does. A user's `OMP_NUM_THREADS` overrides every number of threads.
+    order. Replicas without `runtime.cpus` share the remaining cores, on a CPU with the threads of `share_threads`; if
+    no replica has it, none is bound. A user's `OMP_NUM_THREADS` overrides every number of threads.
+
+    Args:
+        model: The pipeline's checkpoint.
 
     Raises:
         StageConfigError: A core does not exist, or there are too few.
@@ -42,8 +45,35 @@ def place_cores(config: PipelineConfig) -> dict[int, StagePlacement]:
         if cpus is not None:
             placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
     others = [instance for instance, cpus in requested if cpus is None]
-    rest = StagePlacement(cpus=free if placements and free else None, num_threads=_share(len(free), others))
-    return placements | {instance.instance_id: rest for instance in others}
+    cpus = free if placements and free else None
+    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
+        return placements | {instance.instance_id: StagePlacement(cpus=cpus) for instance in others}
+    for instance, least, most in share_threads(config, model, len(free), others):
+        placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=least, max_threads=most)
+    return placements
+
+
+def share_threads(
+    config: PipelineConfig, model: str, num_cores: int, instances: list[StageInstance]
+) -> Iterator[tuple[StageInstance, int, int]]:
+    """The threads of each of these replicas, which share cores: always, and while the others wait.
+
+    Of the bytes of weights that all of them read, a replica's part is its part of the cores; one whose weights are
+    unknown has an equal part. What others do not use at the moment is for replicas each of whose operations needs all
+    threads (`StageKind.spins`), but for one core where there are more than two, or one replica: an operation ends with
+    its slowest thread, and the caller's process has work, too.
+    """
+    sizes = {instance.instance_id: _weight_bytes(config, model, instance.stage) for instance in instances}
+    equal = max(1, num_cores // max(1, len(instances)))
+    num_left = num_cores - equal * sum(not size for size in sizes.values())
+    total = sum(size or 0 for size in sizes.values())
+    for instance in instances:
+        size = sizes[instance.instance_id]
+        least = max(1, size * num_left // total) if size else equal
+        most = least
+        if instance.stage.kind.spins:
+            most = max(1, num_cores - int(num_cores > 2 or len(instances) == 1))
+        yield instance, min(least, most), most
 
 
 def bind_cores(placement: StagePlacement) -> None:
@@ -78,14 +108,12 @@ def _join(numbers: set[int] | list[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-def _share(num_cores: int, instances: list[StageInstance]) -> int | None:
-    """Threads of each replica that shares cores. With an accelerator torch decides."""
-    if not current_platform.is_cpu() or not instances:
-        return None
-    if len(instances) == 1 and instances[0].stage.kind.spins:
-        # Its threads spin between the steps' operations: on all cores they delay everything else.
-        num_cores -= 1
-    return _num_threads(max(1, num_cores // len(instances)))
+def _weight_bytes(config: PipelineConfig, model: str, stage: OmniStageConfig) -> int | None:
+    """Bytes of weights that a stage reads in a step, if known."""
+    checkpoint = stage.checkpoint(model)
+    return stage.kind.weight_bytes(
+        model, {other.name for other in config.stage_args if other.checkpoint(model) == checkpoint}
+    )
 
 
 def _num_threads(number: int) -> int | None:

@@ -12,8 +12,11 @@ from vllm_omni.placement.cores import place_cores
 from vllm_omni.placement.spec import MachineShare, StagePlacement
 
 
-def take_share(share: MachineShare, instance_id: int) -> tuple[StageInstance, StagePlacement]:
+def take_share(share: MachineShare, instance_id: int, model: str) -> tuple[StageInstance, StagePlacement]:
     """A replica with its devices and its budget on this machine, and its cores.
+
+    Args:
+        model: The pipeline's checkpoint.
 
     Raises:
         StageConfigError: The replicas of this machine need more than it has, or name something that does not exist.
@@ -25,7 +28,7 @@ def take_share(share: MachineShare, instance_id: int) -> tuple[StageInstance, St
                 "fetched by each)"
             )
     part = _make_part(share)
-    return apply_budgets(part).instances[instance_id], place_cores(part)[instance_id]
+    return apply_budgets(part).instances[instance_id], place_cores(part, model)[instance_id]
 
 
 def _make_part(share: MachineShare) -> PartOfPipeline:

@@ -12,10 +12,19 @@ class StagePlacement(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         cpus: Cores that it is bound to; None: none in particular.
         num_threads: Threads for tensor operations; None leaves it to the libraries.
+        max_threads: While other stages of the machine wait; None if `num_threads` is.
     """
 
     cpus: list[int] | None = None
     num_threads: int | None = None
+    max_threads: int | None = None
+
+    @property
+    def threads(self) -> int | str | None:
+        """Their number, for people."""
+        if self.max_threads is None or self.max_threads == self.num_threads:
+            return self.num_threads
+        return f"{self.num_threads} to {self.max_threads}"
 
 
 class MachineShare(msgspec.Struct, kw_only=True, frozen=True):

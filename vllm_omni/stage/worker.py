@@ -24,6 +24,7 @@ from vllm_omni.model_executor.stage_input_processor import load_stage_input_proc
 from vllm_omni.placement.cores import bind_cores
 from vllm_omni.placement.devices import alone_on_devices, set_stage_gpu_devices
 from vllm_omni.placement.share import take_share
+from vllm_omni.placement.shared_cores import SharedCores
 from vllm_omni.stage.engines.base import Outbox, StageEngine, Started
 from vllm_omni.stage.shell import StageShell
 from vllm_omni.stage.spec import StageSpec
@@ -58,6 +59,10 @@ class HostedStage:
         self.engine = stage.kind.make_engine(self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
         self.engine.on_failure = partial(_exit_process, self._lifeline, f"{self.label}: a worker of its engine ended")
         self.engine.recorder = self._recorder
+        if self.spec.placement.max_threads is not None:
+            self.engine.cores = SharedCores(
+                Path(self.spec.run_dir), self.spec.instance.instance_id, self.spec.placement
+            )
         io_timer = None
         if limit_s := stage.runtime.step_timeout_s:
             self.engine.set_timers(partial(self._watchdog.watch, self.label, limit_s, self.engine.always_compiles))
@@ -144,7 +149,7 @@ def _on_this_machine(spec: StageSpec) -> StageSpec:
     """Replaces `share` by what follows from it. Raises as `take_share`."""
     if spec.share is None:
         return spec
-    instance, placement = take_share(spec.share, spec.instance.instance_id)
+    instance, placement = take_share(spec.share, spec.instance.instance_id, spec.model)
     return msgspec.structs.replace(spec, instance=instance, placement=placement, share=None)
 
 

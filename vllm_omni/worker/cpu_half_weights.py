@@ -113,7 +113,7 @@ def _multiply(
     packed: Callable[[], Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """What vLLM's methods on a CPU call as the layer's `cpu_linear`."""
-    product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed())
+    product: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, packed())
     return product if bias is None else product.add_(bias)
 
 

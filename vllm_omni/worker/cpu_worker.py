@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_omni.errors import StageConfigError
 from vllm_omni.vllm_versions import CPULoRARunner
 from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights
+from vllm_omni.worker.cpu_kernels import use_cpu_kernels
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -111,6 +112,7 @@ class OmniCPUWorker(OmniGPUWorker, CPUWorker):
         with long_timer_slack():
             super().init_device()
         _unlink_shared_memory()
+        use_cpu_kernels(self.vllm_config)
         self.model_runner = self._make_model_runner()  # type: ignore[assignment]
 
 

@@ -65,13 +65,16 @@ def test_every_value_has_its_source(run, tiny_qwen3_omni_moe: Path) -> None:
     assert widths == {70}, "not aligned"  # but for longer ones
 
 
-def test_where_each_replica_will_be(run, tiny_qwen3_omni_moe: Path) -> None:
+def test_where_each_replica_will_be(run, tiny_qwen3_omni_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     first = sorted(os.sched_getaffinity(0))[0]
     flags = ["--stage.talker.runtime.replicas", "2", "--stage.talker.runtime.cpus", f'["{first}", "{first}"]']
     result = run("config", "show", tiny_qwen3_omni_moe, *flags)
     assert result.code == 0
     for name in ("talker.0", "talker.1"):
-        assert re.search(rf"^ +# {re.escape(name)}: {{cpus: \[{first}\]}} +# computed", result.out, re.MULTILINE)
+        assert re.search(
+            rf"^ +# {re.escape(name)}: {{cpus: \[{first}\], threads: 1}} +# computed", result.out, re.MULTILINE
+        )
 
 
 def test_the_output_is_an_equivalent_stage_configuration(run, tiny_qwen3_omni_moe: Path) -> None:

@@ -210,8 +210,14 @@ def test_threads_of_stages_on_a_cpu(monkeypatch, threads: str | None, level: str
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert levels(doctor.check_threads("cpu", 3)) == [level]
-    assert levels(doctor.check_threads("cuda", 3)) == ["OK"]
+    assert levels(doctor.check_threads("cpu", 3, {})) == [level]
+    assert levels(doctor.check_threads("cuda", 3, {})) == ["OK"]
+
+
+def test_threads_of_each_stage(monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (finding,) = doctor.check_threads("cpu", 3, {"asr": 1, "llm": 2, "tts": 1})
+    assert finding.level == "OK" and finding.message == "asr 1, llm 2, tts 1"
 
 
 def test_options_of_a_model_without_a_model(run) -> None:

@@ -135,13 +135,22 @@ class ConfigValues:
         return self._resolved.loaded.stage_args[0].kind
 
     def _placements(self, stage: OmniStageConfig) -> Iterator[ConfigValue]:
-        """Where the replicas of a stage with several will be."""
+        """Where the replicas of a stage with several will be, and its threads."""
         config = self._resolved.config
-        cores, devices = place_cores(config), stage_devices(config)
-        for replica in config.replicas[stage.stage_id] if stage.runtime.replicas > 1 else ():
-            where = {"devices": ",".join(devices[replica.instance_id]), "cpus": cores[replica.instance_id].cpus}
-            path = ("stage_args", stage.stage_id, "runtime", replica.name)
-            yield ConfigValue(path, {key: value for key, value in where.items() if value}, "computed", is_computed=True)
+        cores, devices = place_cores(config, self._args.model), stage_devices(config)
+        path = ("stage_args", stage.stage_id, "runtime")
+        for replica in config.replicas[stage.stage_id]:
+            found = cores[replica.instance_id]
+            where = {
+                "devices": ",".join(devices[replica.instance_id]),
+                "cpus": found.cpus,
+                "threads": found.threads,
+            }
+            shown = {key: value for key, value in where.items() if value}
+            if stage.runtime.replicas > 1:
+                yield ConfigValue((*path, replica.name), shown, "computed", is_computed=True)
+            elif found.threads is not None:
+                yield ConfigValue((*path, "threads"), found.threads, "computed", is_computed=True)
 
     def _computed(self, stage: OmniStageConfig, before: OmniStageConfig) -> Iterator[ConfigValue]:
         """The other arguments of a stage's engine."""

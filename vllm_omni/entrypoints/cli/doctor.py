@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,19 +101,21 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     platform, found = probe_platform()
     yield from found
     num_processes, shared_memory = 1, SHARED_MEMORY
+    shares: Mapping[str, int | str] = {}
     if arguments and platform is not None:
         with handle_import_warnings(), waiting(describe_import()):
-            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
+            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed, threads_of_stages
         with waiting(f"computing the memory of {arguments[0]}"):
             config, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
             num_processes, shared_memory = len(config.instances), shared_memory_needed(config)
+            shares = {} if devices is not None else threads_of_stages(config, arguments[0])
     elif arguments:
         yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
     yield from check_shared_memory(shared_memory)
     if platform is not None:
-        yield from check_threads(platform.device_type, num_processes)
+        yield from check_threads(platform.device_type, num_processes, shares)
 
 
 def check_python() -> Iterator[Finding]:
@@ -273,12 +275,17 @@ def check_shared_memory(needed: int = SHARED_MEMORY, path: Path = Path("/dev/shm
     yield Finding(level, "shared memory", message, "" if level == "OK" else remedy)
 
 
-def check_threads(device_type: str, num_processes: int) -> Iterator[Finding]:
-    """Reports stages that have more threads than there are cores: on a CPU they slow each other down."""
+def check_threads(device_type: str, num_processes: int, shares: Mapping[str, int | str]) -> Iterator[Finding]:
+    """Reports the threads of stages, and if each of them has more than its part of the cores because it is set so.
+
+    Args:
+        shares: Threads of each process by its name; empty without a model.
+    """
     threads = os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
     if device_type != "cpu" or threads is None:
-        yield Finding("OK", "threads", "one for each core, shared among the stages")
+        each = ", ".join(f"{name} {number}" for name, number in shares.items())
+        yield Finding("OK", "threads", each or "one for each core, shared among the stages")
     elif not threads.isdigit():
         yield Finding("WARN", "threads", f"OMP_NUM_THREADS is {threads!r}, not a number", "unset it")
     elif int(threads) * num_processes > cores:

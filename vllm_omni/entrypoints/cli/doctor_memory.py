@@ -14,7 +14,7 @@ from vllm.config import CacheConfig
 
 from vllm_omni.config.resources import instance_devices, parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
-from vllm_omni.config.utils import shipped_variants
+from vllm_omni.config.utils import find_checkpoint, shipped_variants
 from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
@@ -240,7 +240,7 @@ def check_model(
         args = make_omni_args(OmniServeCommand().parse(arguments))
         if devices is None:
             read = resolved = resolve_pipeline(args)
-            place_cores(resolved.config)
+            place_cores(resolved.config, args.model)
             stage_devices(resolved.config)
         else:
             read = read_pipeline(args)
@@ -263,6 +263,13 @@ def check_model(
         findings += _check_cpu(planner)
         findings += _show_machines(planner, read, arguments)
     return read.with_checkpoints, findings
+
+
+def threads_of_stages(config: PipelineConfig, model: str) -> dict[str, int | str]:
+    """Threads of each replica on this machine, by its name; of those for which torch decides there are none."""
+    placements = place_cores(config, find_checkpoint(model))
+    names = {key: instance.name for key, instance in config.instances.items()}
+    return {names[key]: found.threads for key, found in sorted(placements.items()) if found.threads is not None}
 
 
 def shared_memory_needed(config: PipelineConfig) -> int:

@@ -31,6 +31,7 @@ from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.outputs import StageOutput
 from vllm_omni.placement.budgets import available_memory
+from vllm_omni.placement.shared_cores import SharedCores
 from vllm_omni.stage.watchdog import INTAKE, StepTimer
 from vllm_omni.stage.weights import Parts, WeightFolder
 
@@ -197,6 +198,7 @@ class StageEngine(ABC):
         step_timer: Entered around every step, and around everything that reads an item of the inbox.
         always_compiles: Any step may compile something, not only the first one.
         weight_version: Of the weights that it computes with; empty: not known.
+        cores: Those of a CPU that it shares with other stages; None: it has its own.
         on_failure: Called from any thread when the engine is broken outside of a step.
         processes: Ids of other processes of the engine on this machine; set by `start`.
     """
@@ -212,6 +214,7 @@ class StageEngine(ABC):
         self.step_timer = StepTimer()
         self.on_failure: Callable[[], None] = lambda: None
         self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.cores: SharedCores | None = None
         self._is_stopping = False
         self._is_frozen = False
         self._commit_weights: Callable[[], None] | None = None  # of those that were loaded
@@ -250,14 +253,22 @@ class StageEngine(ABC):
         """
         self._is_stopping = False
         while self.wait_for_work():
+            if self.cores is not None:
+                self.cores.take()
             with self.step_timer:
                 self.step()
 
     def wait_for_work(self) -> bool:
         """Reads the inbox; sleeps while there is no work, or the stage is frozen. False when the engine must stop."""
         while not self._is_stopping and (self._is_frozen or not (self.inbox.empty() and self.has_work())):
-            self._read(self.inbox.get())
+            self._read(self._next_item())
         return not self._is_stopping
+
+    def _next_item(self, timeout: float | None = None) -> InboxItem:
+        """Waits for an item of the inbox. Raises `queue.Empty` after `timeout` seconds."""
+        if self.cores is not None and not self.is_computing():
+            self.cores.release()
+        return self.inbox.get(timeout=timeout)
 
     def _read(self, item: InboxItem) -> None:
         if isinstance(item, Stop):
@@ -339,6 +350,10 @@ class StageEngine(ABC):
     @abstractmethod
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+
+    def is_computing(self) -> bool:
+        """Whether threads of its own compute, while the engine's waits."""
+        return False
 
     @abstractmethod
     def step(self) -> None:

@@ -171,11 +171,11 @@ class DiffusionStageEngine(StageEngine):
     def wait_for_work(self) -> bool:
         """An idle stage waits up to `batch_wait_ms` after the first item: others may join it."""
         while not self._is_stopping and not self.has_work():
-            self._read(self.inbox.get())
+            self._read(self._next_item())
             until = time.monotonic() + self._config.batch_wait_ms / 1000
             while not self._is_stopping and self._executor.has_room and (seconds := until - time.monotonic()) > 0:
                 with contextlib.suppress(queue.Empty):
-                    self._read(self.inbox.get(timeout=seconds))
+                    self._read(self._next_item(seconds))
         return super().wait_for_work()
 
     def has_work(self) -> bool:

@@ -217,6 +217,9 @@ class FunctionStageEngine(StageEngine):
     def has_work(self) -> bool:
         return bool(self._ready) and self._num_idle > 0
 
+    def is_computing(self) -> bool:
+        return self._num_idle < len(self._timers)
+
     def step(self) -> None:
         """Makes the next call, or passes it to an idle thread."""
         self._ready.sort(key=lambda run: run.rank)

@@ -18,7 +18,7 @@ _NUM_STAGES = 512
 
 
 class SharedCores:
-    """For the engine's thread of a stage process."""
+    """What a stage process computes with. Only the engine's thread uses it."""
 
     def __init__(self, run_dir: Path, instance_id: int, placement: StagePlacement) -> None:
         """
@@ -37,7 +37,7 @@ class SharedCores:
         self.release()  # A process before this one may have died in a step.
 
     def take(self) -> None:
-        """Before a step: has torch compute with the threads that are free."""
+        """Has torch compute with the threads that are free. Called before each step."""
         before = self._counts[self._index]
         others = sum(self._counts[:]) - before
         number = max(self._least, self._most - others)
@@ -46,5 +46,5 @@ class SharedCores:
             set_num_threads(number)
 
     def release(self) -> None:
-        """While it waits: others may compute with all threads."""
+        """Leaves all threads to others. Called before the engine waits."""
         self._counts[self._index] = 0

@@ -65,7 +65,7 @@ class Stream:
         lost: Set when nobody will read it on: its request ends as if its client had disconnected.
     """
 
-    def __init__(self, context: RequestContext, share: SessionShare, start: Message, forget: Callable[[], None]):
+    def __init__(self, context: RequestContext, share: SessionShare, start: Message, forget: Callable[[], None]) -> None:
         """
         Args:
             share: Counts what it holds.
@@ -142,8 +142,12 @@ class Stream:
         return self._num_dropped + index, skipped
 
     def is_at_end(self, number: int) -> bool:
-        """Nothing follows before this part."""
-        return self._is_complete and number == self._num_dropped + len(self._parts)
+        """Whether it is complete, and has no part of this number."""
+        return self._is_complete and number == self._num_made
+
+    @property
+    def _num_made(self) -> int:
+        return self._num_dropped + len(self._parts)
 
     async def read(self, receive: Receive, send: Send, number: int = 0, skipped: int = 0) -> None:
         """Sends the answer from a place, see `find`, until its end, or until the client disconnects. Who reads so
@@ -167,18 +171,17 @@ class Stream:
     async def _send(self, send: Send, number: int, skipped: int) -> None:
         with suppress(OSError):  # The client has disconnected.
             await send({**self._start, "headers": [*self._start["headers"]]})  # Other middleware adds to it.
-            while self._num_dropped <= number:
-                if number < self._num_dropped + len(self._parts):
+            while not self.is_at_end(number):
+                if self._num_dropped <= number < self._num_made:
                     data = self._parts[number - self._num_dropped].data
                     await send({"type": "http.response.body", "body": data[skipped:], "more_body": True})
                     number, skipped = number + 1, 0
                     self._note_read(number)
-                elif not self.has_ended and not self._is_complete:
+                elif self._num_made <= number and not self.has_ended:
                     await self._changed.wait()
                 else:
-                    break
-            if self.is_at_end(number):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _note_read(self, number: int) -> None:
         """Somebody has read all parts before this one."""
@@ -285,31 +288,40 @@ class ResumableMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        stream: Stream | None = None
-        reading: asyncio.Task[None] | None = None
-
-        async def send_to_stream(message: Message) -> None:
-            nonlocal stream, reading
-            if stream is not None:
-                await stream.add(message.get("body", b""), is_last=not message.get("more_body", False))
-            elif message["type"] == "http.response.start" and _is_streamed(message):
-                stream = self._streams.start(scope[SCOPE_KEY], message)
-                reading = asyncio.create_task(stream.read(receive, send))
-            else:
-                await send(message)
-
-        async def receive_unless_kept() -> Message:
-            message = await receive()
-            if message["type"] == "http.disconnect" and stream is not None:
-                await stream.lost.wait()
-            return message
-
+        answer = _Answer(self._streams, scope[SCOPE_KEY], receive, send)
         try:
-            await self.app(scope, receive_unless_kept, send_to_stream)
+            await self.app(scope, answer.receive, answer.send)
         finally:
-            if stream is not None and reading is not None:
-                stream.end()
-                await reading
+            await answer.end()
+
+
+class _Answer:
+    """The answer to one request. If it is streamed, it goes through a stream to the connection."""
+
+    def __init__(self, streams: ResumableStreams, context: RequestContext, receive: Receive, send: Send) -> None:
+        self._streams, self._context, self._receive, self._send = streams, context, receive, send
+        self._stream: Stream | None = None
+
+    async def send(self, message: Message) -> None:
+        if self._stream is not None:
+            await self._stream.add(message.get("body", b""), is_last=not message.get("more_body", False))
+        elif message["type"] == "http.response.start" and _is_streamed(message):
+            self._stream = self._streams.start(self._context, message)
+            self._reading = asyncio.create_task(self._stream.read(self._receive, self._send))
+        else:
+            await self._send(message)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self._stream is not None:
+            await self._stream.lost.wait()
+        return message
+
+    async def end(self) -> None:
+        """Returns when the connection has all of it, or is lost."""
+        if self._stream is not None:
+            self._stream.end()
+            await self._reading
 
 
 def _is_streamed(message: Message) -> bool:

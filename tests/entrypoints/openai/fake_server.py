@@ -119,7 +119,7 @@ class AppRequest:
         self._disconnected = asyncio.Event()
         self._got_chunk = asyncio.Event()
         self.chunks: list[bytes] = []
-        self.status = 0
+        self.status, self.is_complete = 0, False
         self.headers: dict[str, str] = {}
         self._task = asyncio.create_task(self._app(self._scope, self._receive, self._send))
 
@@ -136,9 +136,11 @@ class AppRequest:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        elif message.get("body"):
-            self.chunks.append(message["body"])
-            self._got_chunk.set()
+        else:
+            self.is_complete = not message.get("more_body", False)
+            if message.get("body"):
+                self.chunks.append(message["body"])
+                self._got_chunk.set()
 
     async def first_chunk(self) -> None:
         await self._got_chunk.wait()

@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,9 +13,9 @@ from fastapi import FastAPI, Response
 from openai.types.chat import ChatCompletionChunk
 
 from tests.entrypoints.fake_pipelines import WRITER, is_idle, running
+from tests.entrypoints.int16_sound import assert_sounds_like
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer, over_http
-from tests.entrypoints.openai.int16_sound import assert_sounds_like
 from tests.entrypoints.openai.media_apps import MODEL, with_flags
 from tests.entrypoints.openai.small_apps import make_app
 from tests.entrypoints.openai.test_openai_client import GREEDY, QUESTION, Answer
@@ -111,10 +111,6 @@ async def begun(app: FastAPI, source: Source, *parts: bytes, path: str = "/v1/li
     return request, f"/v1/streams/{request.headers['x-stream-id']}"
 
 
-def in_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
 def test_a_client_goes_on_after_the_last_event_that_it_received() -> None:
     async def main() -> None:
         source = Source()
@@ -130,7 +126,7 @@ def test_a_client_goes_on_after_the_last_event_that_it_received() -> None:
             assert resumed.headers[name] == first.headers[name]
         await asyncio.wait([first._task])
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_a_client_goes_on_within_a_piece_of_sound() -> None:
@@ -146,7 +142,7 @@ def test_a_client_goes_on_within_a_piece_of_sound() -> None:
         again = AppRequest(app, path)
         assert await complete(again) == b"".join(PIECES)
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_events_are_whole_and_comments_have_no_number() -> None:
@@ -160,7 +156,7 @@ def test_events_are_whole_and_comments_have_no_number() -> None:
         assert whole == EVENTS[0] + comment_line("step 1") + EVENTS[1] + EVENTS[2]
         assert await complete(AppRequest(app, path, headers={"Last-Event-ID": "1"})) == EVENTS[1] + EVENTS[2]
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_two_clients_read_the_same() -> None:
@@ -177,7 +173,7 @@ def test_two_clients_read_the_same() -> None:
         source.add(*LINES[4:], None)
         assert await complete(second) == b"".join(EVENTS) == EVENTS[0] + await complete(third)
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_errors_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +211,7 @@ def test_errors_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         source.add(None)
         assert await complete(resumed) == b"".join(PIECES[3:])
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_what_is_not_streamed_is_as_before() -> None:
@@ -228,30 +224,23 @@ def test_what_is_not_streamed_is_as_before() -> None:
         await refused.end()
         assert refused.status == 400
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_a_stream_that_fails_is_not_taken_for_the_whole() -> None:
     async def main() -> None:
         source = Source()
         app = app_of(source)
-        ended: list[bool] = []
-
-        async def send(message: dict[str, Any]) -> None:
-            ended.append(not message.get("more_body", True))
-
         request, path = await begun(app, source, PIECES[0], path="/v1/pieces")
         request.drop()
         resumed = AppRequest(app, path)
         await received(resumed, 1)
-        resumed._send = send  # type: ignore[method-assign]
         source.add(PIECES[1], RuntimeError("a defect"))
         with pytest.raises(RuntimeError, match="a defect"):
             await request._task
-        await complete(resumed)
-        assert not any(ended)
+        assert await complete(resumed) == PIECES[0] + PIECES[1] and not resumed.is_complete
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_a_request_that_nobody_resumes_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,30 +262,28 @@ def test_a_request_that_nobody_resumes_is_aborted(monkeypatch: pytest.MonkeyPatc
         await asyncio.wait([first._task, resumed._task])
         assert (await asked(app, path))[0] == 404 and held_by(app) == 0
 
-    in_loop(main)
+    asyncio.run(main())
 
 
-def test_a_stream_that_is_deleted_is_aborted_when_nobody_reads_it() -> None:
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_stream_that_is_deleted_is_aborted_when_nobody_reads_it(has_left: bool) -> None:
     async def main() -> None:
-        for is_first_to_leave in (True, False):
-            source = Source()
-            app = app_of(source)
-            request, path = await begun(app, source, LINES[0])
-            if is_first_to_leave:
-                request.drop()
-                await until(lambda: held_by(app) > 0)
-                assert await asked(app, path, method="DELETE") == (204, "")
-            else:
-                assert await asked(app, path, method="DELETE") == (204, "")
-                source.add(LINES[1])
-                await received(request, 2)
-                assert not source.is_closed.is_set()
-                request.drop()
-            await asyncio.wait_for(source.is_closed.wait(), 60)
-            await asyncio.wait([request._task])
-            assert (await asked(app, path))[0] == 404 and held_by(app) == 0
+        source = Source()
+        app = app_of(source)
+        request, path = await begun(app, source, LINES[0])
+        if has_left:
+            request.drop()
+        assert await asked(app, path, method="DELETE") == (204, "")
+        if not has_left:
+            source.add(LINES[1])
+            await received(request, 2)
+            assert not source.is_closed.is_set()
+            request.drop()
+        await asyncio.wait_for(source.is_closed.wait(), 60)
+        await asyncio.wait([request._task])
+        assert (await asked(app, path))[0] == 404 and held_by(app) == 0
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_while_nobody_reads_only_so_much_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,11 +306,11 @@ def test_while_nobody_reads_only_so_much_is_made(monkeypatch: pytest.MonkeyPatch
         await asyncio.wait([request._task])
         assert held_by(app) < window + 10_000
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 def test_streams_that_have_ended_make_room() -> None:
-    limits = dict.fromkeys(("max_total_realtime_bytes", "max_client_realtime_bytes"), 100_000)
+    limits = dict.fromkeys(("max_total_realtime_bytes", "max_client_realtime_bytes"), 120_000)
 
     async def main() -> None:
         source = Source()
@@ -342,7 +329,7 @@ def test_streams_that_have_ended_make_room() -> None:
         share.set(60_000)  # Of a session.
         assert [(await asked(app, f"{path}?starting_after=30000"))[0] for path in paths] == [404, 404, 404]
         with pytest.raises(PipelineFullError):
-            share.set(80_000)
+            share.set(100_000)
 
         source.add(bytes(30_000))  # There is no room: it goes on, and cannot be resumed.
         await received(running, 2)
@@ -353,7 +340,7 @@ def test_streams_that_have_ended_make_room() -> None:
         await asyncio.wait_for(source.is_closed.wait(), 60)
         await asyncio.wait([running._task])
 
-    in_loop(main)
+    asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
@@ -369,14 +356,14 @@ def test_a_lost_client_holds_its_slot_until_it_is_lost_for_good(
     endless = {"stream": True, "options": {"fake_tokens": 100_000, "fake_seconds": 0.01}}
 
     async def main() -> None:
-        monkeypatch.setattr(resumable_streams, "KEEP_S", 0.5)
+        monkeypatch.setattr(resumable_streams, "KEEP_S", 2.0)
         request = AppRequest(app, "/v1/generate", endless)
         await request.first_chunk()
         started = time.monotonic()
         request.drop()
         assert (await asked(app, "/v1/generate", body={}))[0] == 429
-        await asyncio.wait([request._task])
-        assert time.monotonic() - started > 0.4 and is_idle(writer)
+        await request.disconnect()
+        assert time.monotonic() - started > 1.9 and is_idle(writer)
         again = AppRequest(app, "/v1/generate", {"options": {"text": "hello"}})
         assert await again.end() == {"text": "hello>writer"}
 
@@ -395,7 +382,6 @@ def test_a_client_that_reads_nothing_is_ended(llm: AsyncOmniLLM, monkeypatch: py
     app = FakeServer(llm, FLAG).app
     with over_http(app, http=http_protocol(0.5)) as url, Reader(url, PATH, LONG) as reader:
         wait_until_made(llm, reader)
-        assert httpx.post(url + PATH, json={"input": "1 piece"}, timeout=60).status_code == 429
         wait_for_slot(url)
         num_bytes = 0
         while chunk := reader.read(MIB):
@@ -452,7 +438,7 @@ def test_a_spoken_chat_goes_on_event_for_event(omni_app: FastAPI) -> None:
         assert received == resumed(0)
     answer = joined(received)
     assert answer.texts == undisturbed.texts and answer.finish_reasons == undisturbed.finish_reasons
-    assert_sounds_like(answer.speech[44:], undisturbed.speech[44:])
+    assert_sounds_like(answer.speech, undisturbed.speech)
 
 
 def joined(chunks: Any) -> Answer:

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from operator import attrgetter
@@ -65,17 +65,20 @@ class Stream:
         lost: Set when nobody will read it on: its request ends as if its client had disconnected.
     """
 
-    def __init__(self, context: RequestContext, share: SessionShare, start: Message, forget: Callable[[], None]) -> None:
+    def __init__(
+        self, context: RequestContext, start: Message, share: SessionShare, streams: dict[str, Stream]
+    ) -> None:
         """
         Args:
-            share: Counts what it holds.
+            context: Of its request.
             start: The message with its status and headers.
-            forget: Called when it is not kept any more.
+            share: Counts what it holds.
+            streams: Those that are kept, by their ids: it adds itself.
         """
         self.id = f"stream-{secrets.token_hex(16)}"
         self.client, self.owner = context.client, context.owner
         self.num_readers, self.has_ended, self.lost = 0, False, asyncio.Event()
-        self._share, self._on_forget = share, forget
+        self._share, self._streams = share, streams
         self._start = {**start, "headers": [*start["headers"], (b"x-stream-id", self.id.encode())]}
         self._is_sse = Headers(raw=start["headers"]).get("content-type", "").startswith(MEDIA_TYPE)
         self._is_complete = False
@@ -87,6 +90,7 @@ class Stream:
         self._incomplete_event = b""
         self._changed = asyncio.Event()  # Wakes those who wait now.
         self._timer: asyncio.TimerHandle | None = None
+        streams[self.id] = self
 
     async def add(self, data: bytes, *, is_last: bool) -> None:
         """Adds what the endpoint sends. Returns when it has been read; while nobody reads, when there is room for
@@ -216,7 +220,7 @@ class Stream:
 
     def forget(self) -> None:
         """Nobody can resume it any more. Those who read it do so to its end; when there are none, it is lost."""
-        self._on_forget()
+        self._streams.pop(self.id, None)
         self._stop_timer()  # It holds this.
         self._window = 0
         self._share.release()
@@ -246,13 +250,7 @@ class ResumableStreams:
 
     def start(self, context: RequestContext, message: Message) -> Stream:
         """A stream for the answer of a request, that begins with this message."""
-
-        def forget() -> None:
-            self._streams.pop(stream.id, None)
-
-        stream = Stream(context, self._budget.share(context.client), message, forget)
-        self._streams[stream.id] = stream
-        return stream
+        return Stream(context, message, self._budget.share(context.client), self._streams)
 
     def find(self, stream_id: str, owner: bytes) -> Stream:
         """
@@ -366,9 +364,10 @@ async def resume_stream(
 
 
 @router.delete(PATH, status_code=HTTPStatus.NO_CONTENT, response_class=Response, responses=_ERRORS)
-async def delete_stream(stream_id: str, raw_request: Request) -> None:
+async def delete_stream(stream_id: str, raw_request: Request) -> Response:
     """A streamed answer is not kept any more: its request is aborted when no connection reads it, or now."""
     _find(raw_request, stream_id).forget()
+    return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 def _find(raw_request: Request, stream_id: str) -> Stream:

@@ -336,6 +336,7 @@ def test_streams_that_have_ended_make_room() -> None:
         assert (await asked(app, path))[0] == 404 and held_by(app) == 60_000
         source.add(bytes(30_000))
         await received(running, 3)
+        source.is_closed.clear()  # Earlier answers have set it.
         running.drop()
         await asyncio.wait_for(source.is_closed.wait(), 60)
         await asyncio.wait([running._task])

@@ -390,8 +390,17 @@ def test_a_client_that_reads_nothing_is_ended(llm: AsyncOmniLLM, monkeypatch: py
         assert num_bytes < NUM_BYTES
 
 
+def test_a_connection_that_is_not_known_to_be_lost_holds_up_nothing(llm: AsyncOmniLLM) -> None:
+    """The server has sent what the systems between take, and waits for a client that is gone."""
+    with over_http(FakeServer(llm, FLAG).app, http=http_protocol(60)) as url, Reader(url, PATH, LONG) as reader:
+        head = reader.read(4096).decode("latin-1")
+        stream_id = head.partition("x-stream-id: ")[2].partition("\r\n")[0]
+        rest = httpx.get(f"{url}/v1/streams/{stream_id}", timeout=60)
+        assert len(rest.content) == NUM_BYTES
+
+
 def test_speech_goes_on_byte_for_byte(llm: AsyncOmniLLM) -> None:
-    request: dict[str, Any] = {"input": "40 pieces", "response_format": "pcm"}
+    request: dict[str, Any] = {"input": "200 pieces", "response_format": "pcm"}
     with over_http(FakeServer(llm, FLAG).app, http=http_protocol(60)) as url:
         undisturbed = httpx.post(url + PATH, json=request, timeout=60).content
         wait_for_slot(url)

@@ -38,6 +38,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "playground_auth": (["ann:secret"], "ann:secret"),
     "port": (["8123"], 8123),
     "public_lists": ([], True),
+    "resumable_streams": ([], True),
     "root_path": (["/v"], "/v"),
     "ssl_certfile": (["c.pem"], "c.pem"),
     "ssl_keyfile": (["k.pem"], "k.pem"),

@@ -5,7 +5,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -84,19 +84,32 @@ async def _all(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[st
 class AppRequest:
     """One request, as a web server passes it to an application."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`method`: GET without a body, POST with one, if it is not given."""
         self._app = app
+        path, _, query = path.partition("?")
         self._scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": "GET" if body is None else "POST",
+            "method": method or ("GET" if body is None else "POST"),
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [
+                (b"content-type", b"application/json"),
+                *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
             "state": {},
@@ -106,7 +119,7 @@ class AppRequest:
         self._disconnected = asyncio.Event()
         self._got_chunk = asyncio.Event()
         self.chunks: list[bytes] = []
-        self.status = 0
+        self.status, self.is_complete = 0, False
         self.headers: dict[str, str] = {}
         self._task = asyncio.create_task(self._app(self._scope, self._receive, self._send))
 
@@ -123,16 +136,22 @@ class AppRequest:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        elif message.get("body"):
-            self.chunks.append(message["body"])
-            self._got_chunk.set()
+        else:
+            self.is_complete = not message.get("more_body", False)
+            if message.get("body"):
+                self.chunks.append(message["body"])
+                self._got_chunk.set()
 
     async def first_chunk(self) -> None:
         await self._got_chunk.wait()
 
+    def drop(self) -> None:
+        """Disconnects."""
+        self._disconnected.set()
+
     async def disconnect(self) -> None:
         """Disconnects; returns when the application has handled it."""
-        self._disconnected.set()
+        self.drop()
         await asyncio.gather(self._task, return_exceptions=True)  # There is no client for errors.
         await settled()
 

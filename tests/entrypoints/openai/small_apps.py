@@ -14,7 +14,13 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm_omni.entrypoints.openai.http_errors import register_error_handlers
 from vllm_omni.entrypoints.openai.middleware import add_middleware, bound_json_routes
 
-DEFAULTS = {"api_key": None, "log_error_stack": False, "playground": False, "public_lists": False}
+DEFAULTS = {
+    "api_key": None,
+    "log_error_stack": False,
+    "playground": False,
+    "public_lists": False,
+    "resumable_streams": False,
+}
 
 
 class Question(BaseModel):

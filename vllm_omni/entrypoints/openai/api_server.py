@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.openai import (
     messages,
     operator_routes,
     responses,
+    resumable_streams,
     scale_out,
     speech,
     speech_stream,
@@ -128,6 +129,8 @@ async def build_omni_app(client: OmniEngineClient, args: Namespace) -> FastAPI:
     ):
         app.include_router(endpoints.router)
     app.include_router(router)
+    if args.resumable_streams:
+        app.include_router(resumable_streams.router)
     if has_operations:
         app.include_router(operator_routes.router)
     if args.enable_scale_out:

@@ -42,7 +42,7 @@ from vllm_omni.vllm_protocol import ErrorInfo, ErrorResponse
 
 logger = logging.getLogger("vllm.omni.server")
 
-_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+_FIELD = re.compile(r"[a-z_][a-z0-9_-]*")  # or a header
 # Pydantic's names of alternatives that look like fields.
 _TYPES = {"str", "int", "float", "bool", "bytes", "none", "dict", "list", "tuple"}
 

@@ -45,6 +45,7 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets, 
 from vllm_omni.entrypoints.openai.realtime.event_session import Sessions
 from vllm_omni.entrypoints.openai.realtime.session_budget import SessionBudget
 from vllm_omni.entrypoints.openai.request_context import SCOPE_KEY, RequestContext
+from vllm_omni.entrypoints.openai.resumable_streams import ResumableMiddleware, ResumableStreams
 from vllm_omni.entrypoints.openai.server_args import MIB, RequestLimits, ServerLimits, flag, limits_from
 from vllm_omni.entrypoints.root_path import RootPathMiddleware
 
@@ -66,7 +67,7 @@ PLAYGROUND_PATH = "/playground/"
 
 EXPOSED_HEADERS = (
     "Retry-After", "X-Request-Id", "X-Sample-Rate", "X-Channels", "X-Finish-Reason", "Warning", "Accept-Ranges",
-    "Content-Range",
+    "Content-Range", "X-Stream-Id",
 )  # fmt: skip
 """What a page of another site may read, besides what every page may."""
 
@@ -90,8 +91,9 @@ Count: TypeAlias = Callable[[int], None]
 def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """Adds ours outside of vLLM's own: the request gets its context, then the key is checked, then the body.
 
-    Sets `app.state.client_secrets` and `omni_sessions`. vLLM's check of the key, which ours replaces, is removed; its
-    headers for pages of other sites (CORS) are added outside of all others.
+    Sets `app.state.client_secrets`, `omni_sessions` and, with `--resumable-streams`, `omni_streams`. vLLM's check of
+    the key, which ours replaces, is removed; its headers for pages of other sites (CORS) are added outside of all
+    others.
     """
     replaced: tuple[Any, ...] = (AuthenticationMiddleware, CORSMiddleware)
     cors = next((each.kwargs for each in app.user_middleware if each.cls is replaced[1]), None)
@@ -100,6 +102,9 @@ def add_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     if app.root_path:
         app.add_middleware(RootPathMiddleware)
     app.add_middleware(HeadMiddleware)
+    if args.resumable_streams:
+        app.state.omni_streams = ResumableStreams(app.state.omni_sessions.budget)
+        app.add_middleware(ResumableMiddleware, app.state.omni_streams)
     app.add_middleware(BodyMiddleware, limits_from(args, RequestLimits), limits_from(args, ServerLimits))
     if tokens := api_keys(args):
         app.add_middleware(

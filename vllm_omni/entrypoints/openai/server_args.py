@@ -220,6 +220,10 @@ class ApiOptions:
     """Answer GET /v1/models, /v1/audio/models and /v1/audio/voices without a key, for clients that send none there,
     such as Open WebUI. Every other path needs a key as before."""
 
+    resumable_streams: bool = False
+    """Keep a streamed answer for a minute, so that a client that has lost its connection goes on with GET
+    /v1/streams/{id}. A disconnect then ends a request after this minute, or with DELETE at once."""
+
     playground: bool = False
     """Serve a page to try the model in a browser, at /playground. It needs the extra `ui`."""
 

@@ -28,7 +28,12 @@ Share = Callable[..., "SessionShare"]
 
 
 class SessionBudget:
-    """The budget of one server. For its event loop; what is counted may be freed on any thread."""
+    """The budget of one server. For its event loop; what is counted may be freed on any thread.
+
+    Attributes:
+        make_room: Frees something that is kept in case somebody asks for it: of a client, or (None) of all. Returns
+            whether there was anything.
+    """
 
     def __init__(self, limits: RealtimeLimits) -> None:
         self._max_bytes = limits.max_total_realtime_bytes
@@ -37,6 +42,7 @@ class SessionBudget:
         self._total = 0
         self._freed: deque[SessionShare] = deque()
         self._collected = -_COLLECT_EVERY_S
+        self.make_room: Callable[[bytes | str | None], bool] = lambda client: False
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +70,10 @@ class SessionBudget:
         self._take_back_freed()
         if num_bytes > 0 and self._refusal(client, num_bytes):
             self._collect()
-            if refusal := self._refusal(client, num_bytes):
-                raise PipelineFullError(f"{refusal}; delete items, or try again later", _RETRY_S)
+            while refusal := self._refusal(client, num_bytes):
+                is_clients = self._num_bytes[client] + num_bytes > self._max_client_bytes
+                if not self.make_room(client if is_clients else None):
+                    raise PipelineFullError(f"{refusal}; delete items, or try again later", _RETRY_S)
         self._total += num_bytes
         self._num_bytes[client] += num_bytes
         if not self._num_bytes[client]:

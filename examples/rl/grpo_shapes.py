@@ -128,9 +128,9 @@ def main() -> None:
             folder = Path(made, f"step-{step}")
             folder.mkdir()
             weights = {f"thinker.{name}": weight for name, weight in thinker.state_dict().items()}
-            save_file(weights, folder / "model.safetensors")  # The other stages' stay as they were.
+            save_file(weights, folder / "model.safetensors")
             llm.start_weight_update()
-            llm.update_weights({"update_info": {"weights_path": str(folder)}})
+            llm.update_weights({"update_info": {"weights_path": str(folder)}}, stage="thinker")
             llm.finish_weight_update(f"step-{step}")
             shutil.rmtree(Path(made, f"step-{step - 1}"), ignore_errors=True)  # The last one is for a restart.
 

@@ -73,6 +73,11 @@ class TestMessages:
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "why"), "a call that is cut must not run"
         assert list(answer.content[0].input) == ["is_deep"]
 
+    def test_any_tool(self, app: FastAPI) -> None:
+        asked = {**MESSAGE, "tool_choice": {"type": "any"}}
+        answer = messages(app, lambda client: client.messages.create(messages=[ASKED], **asked))
+        assert answer.stop_reason == "max_tokens"
+
     @pytest.mark.parametrize("arguments", ["[1, ", "dive"])
     def test_what_is_no_object_is_the_models_error(self, arguments: str) -> None:
         call = {"id": "call", "type": "function", "function": {"name": NAME, "arguments": arguments}}

@@ -21,20 +21,23 @@ def read_profiler_config(given: Mapping[str, Any] | None, where: str) -> Profile
         where: The stage, for messages.
 
     Raises:
-        StageConfigError: A field is wrong, or the profiler is not for this device.
+        StageConfigError: A field is wrong.
     """
     try:
-        config = ProfilerConfig(**(given or {}))
-        validate_worker_profiler_config(config)
+        return ProfilerConfig(**(given or {}))
     except (TypeError, ValueError) as error:
         raise StageConfigError(f"{where}: engine_args.profiler_config: {error}") from error
-    return config
 
 
 class StageProfiler:
     """Writes a trace of what the thread computes that starts and stops it."""
 
     def __init__(self, config: ProfilerConfig, stage_id: int) -> None:
+        """
+        Raises:
+            ValueError: The profiler is not for this device.
+        """
+        validate_worker_profiler_config(config)
         self._config = config
         self._stage_id = stage_id
         self._profiler: WorkerProfiler | None = None

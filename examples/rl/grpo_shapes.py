@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO of an omni model: its thinker learns from right and wrong answers about pictures.
 
-    python examples/rl/grpo_shapes.py    # the omni model of coloured-shapes, minutes on two cores
+    python examples/rl/grpo_shapes.py    # the omni model of coloured-shapes, a minute on two cores
 
 The model answers questions in the words that it was trained with; here it learns to answer in others. The reward is 1
 for the right answer, and 0 for any other. One line for each step: the mean reward, the weights, and how far the sampled
@@ -35,7 +35,7 @@ GROUP_SIZE = 8
 """Answers to a question; each is compared with the others."""
 SAMPLING: dict[str, Any] = {"n": GROUP_SIZE, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}
 CLIP = 0.2
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 5e-5
 
 
 @dataclass
@@ -108,7 +108,7 @@ def train_step(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     checkpoint = str(Path(MODELS.checkpoints, "shapes"))
     processor = AutoProcessor.from_pretrained(checkpoint)

@@ -64,6 +64,6 @@ class StageProfiler:
         self._profiler.start(delay_iterations=verb.delay_iterations, max_iterations=verb.max_iterations)
 
     def step(self) -> None:
-        """After each step of the engine: `delay_iterations` and `max_iterations` count them."""
+        """Counts a step of the engine, for `delay_iterations` and `max_iterations`."""
         if self._profiler is not None:
             self._profiler.step()

@@ -44,6 +44,7 @@ ALL_SETTINGS: dict[str, Any] = {
     "max_outputs": 1,
     "max_trajectory_bytes": 1 << 20,
     "preview_size": 32,
+    "profiler_config": {"profiler": "torch", "torch_profiler_dir": "/tmp/traces"},
 }
 
 

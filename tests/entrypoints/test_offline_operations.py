@@ -3,6 +3,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,7 @@ from vllm.v1.metrics.reader import Counter
 
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
-from vllm_omni.errors import ControlError, InvalidControlError
+from vllm_omni.errors import ControlError, InvalidControlError, StageConfigError
 
 PARAMS = {"temperature": 0.0, "max_tokens": 4}
 
@@ -28,9 +29,7 @@ def test_a_profiler_writes_the_trace_of_each_stage(tiny_qwen3: Path, tmp_path: P
         (output,) = llm.generate("a hen", [PARAMS], use_tqdm=False)
         llm.stop_profile()
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-        (trace,) = tmp_path.glob("mine_stage0*.json")
-        names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert any(name.startswith("aten::") for name in names)
+        check_trace(tmp_path, "mine_stage0*.json")
 
         with pytest.raises(InvalidControlError, match=r"sleep: the memory of stage 0"):
             llm.sleep()
@@ -39,6 +38,35 @@ def test_a_profiler_writes_the_trace_of_each_stage(tiny_qwen3: Path, tmp_path: P
         assert llm.is_sleeping() and llm.wake_up(["scheduling"]) and not llm.is_sleeping()
         with pytest.raises(InvalidControlError, match="mode: 'later' is not one of abort, wait, keep"):
             llm.pause_generation(mode="later")  # type: ignore[arg-type]
+
+
+def check_trace(folder: Path, pattern: str) -> None:
+    (trace,) = folder.glob(pattern)
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any(name.startswith("aten::") for name in names)
+
+
+@pytest.mark.slow
+def test_diffusion_has_a_profiler(tiny_diffusion: Callable[[str], Path], tmp_path: Path) -> None:
+    model = str(tiny_diffusion("z_image"))
+    params = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
+    with pytest.raises(StageConfigError, match="profiler_config"):
+        OmniLLM(model, profiler_config={"profiler": "torch"})
+    with OmniLLM(model, profiler_config=profiler) as llm:
+        (expected,) = llm.generate("a hen", [params], use_tqdm=False)
+        with pytest.raises(InvalidControlError, match="profile_prefix must be"):
+            llm.start_profile("../mine")
+        for prefix in ("mine", "other"):
+            llm.start_profile(prefix)
+            (output,) = llm.generate("a hen", [params], use_tqdm=False)
+            llm.stop_profile()
+            check_trace(tmp_path, f"{prefix}_stage0*.json")
+            assert output.images[0].tobytes() == expected.images[0].tobytes()
+        llm.start_profile("limited", max_iterations=1)
+        for _ in range(2):
+            llm.generate("a hen", [params], use_tqdm=False)
+        check_trace(tmp_path, "limited_stage0*.json")  # One step more has ended it.
 
 
 @pytest.mark.slow

@@ -4,17 +4,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.entrypoints.conftest import start
+from tests.model_executor.models.qwen2_5_omni import helpers as qwen2_5_omni
 from vllm_omni import OmniLLM, OmniRequestOutput
 from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.testing.hf_oracle import HFOracle
+from vllm_omni.testing.oracles.base import NoSpeech
 from vllm_omni.testing.oracles.csm import CsmReference, as_conversation
 
 ATOL, RTOL = 1e-5, 1e-6
@@ -131,3 +134,45 @@ def test_log_probabilities_of_a_talker_of_frames(tiny_qwen3_omni_moe: Path, tmp_
         padding = inputs["tts_pad_embed"][0].expand(len(frames) - len(spoken_text), -1)
         rows = torch.cat([inputs["inputs_embeds"][0], fed_back + torch.cat([spoken_text, padding])])
         check(output, talker(inputs_embeds=rows[None]).logits[0, -len(frames) - 1 :])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_log_probabilities_of_a_talker_of_tokens(tiny_qwen2_5_omni: Path, tmp_path: Path) -> None:
+    """It reads what the thinker computes of each token, 1e-5 from exact, and its codes' probabilities are five times as
+    far: transformers in float32 is as far from itself in float64 as the pipeline is."""
+    with with_codes(tiny_qwen2_5_omni, "qwen2_5_omni", 1, tmp_path) as llm:
+        spoken = speak(llm)
+    config = AutoConfig.from_pretrained(tiny_qwen2_5_omni)
+    trainer = HFOracle(tiny_qwen2_5_omni, num_threads=1)
+    exact = HFOracle(tiny_qwen2_5_omni, dtype=torch.float64, num_threads=1)
+    compute_norms_as_the_rest(exact.model)
+    for oracle in (trainer, exact):
+        oracle.model.talker.generate = refuse_speech
+    errors, rounding = [], []
+    for prompt, text, output in spoken:
+        tokens, expected = list(output.outputs[0].token_ids), []
+        for oracle in (trainer, exact):
+            reference = oracle.generate(prompt, thinker_min_tokens=6, thinker_max_tokens=12, talker_max_tokens=2)
+            assert list(text.outputs[0].token_ids) == reference.thinker_token_ids and len(tokens) > 2
+            read = qwen2_5_omni.Case(prompt, {}, reference, None).talker_input(config).additional_information
+            expected.append(qwen2_5_omni.log_probs_of(oracle.model, read, tokens).double())
+        errors.append(float((log_probs_of(output).double() - expected[1]).abs().max()))
+        rounding.append(float((expected[0] - expected[1]).abs().max()))
+    assert max(errors) < 1.5 * max(rounding) < 1.5e-4, (errors, rounding)
+
+
+def refuse_speech(**kwargs: Any) -> None:
+    """In place of a talker's `generate`: the reference of the thinker is all that is needed."""
+    raise NoSpeech
+
+
+def compute_norms_as_the_rest(model: torch.nn.Module) -> None:
+    """Those of transformers compute in float32, also in a model of float64."""
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        return self.weight * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(forward, module)

@@ -115,6 +115,8 @@ class DiTConfig:
     """Approximate longer side of a preview, in pixels."""
     max_trajectory_bytes: int = 1 << 30
     """Host memory, at most, for the steps of all outputs of a request with `return_trajectory`."""
+    profiler_config: dict[str, Any] | None = None
+    """Fields of vLLM's `ProfilerConfig`, as `{profiler: torch, torch_profiler_dir: /tmp/traces}`."""
 
     @property
     def context_parallel_size(self) -> int:

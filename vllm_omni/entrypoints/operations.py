@@ -204,12 +204,13 @@ class PipelineOperations:
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Starts the profilers of all vLLM stages (`profiler_config`): each writes its trace into their folder.
+        """Starts the profilers of all vLLM and diffusion stages (`profiler_config`): each process writes its trace into
+        their folder.
 
         Args:
             profile_prefix: Of the traces' names.
             delay_iterations, max_iterations: Steps before it, and of it.
-            profiler_kwargs: Of the profiler itself; since vLLM 0.33.
+            profiler_kwargs: Of the profiler itself, of vLLM stages; since vLLM 0.33.
         """
         self._ask(
             StartProfile(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two turns of an agent of openai-agents: `agents_chat.py URL KEY MODEL PICTURE QUESTION API`; prints them as JSON.
+"""Two turns of an agent of openai-agents, and one with a tool: `agents_chat.py URL KEY MODEL PICTURE QUESTION API`;
+prints them as JSON.
 
 API: `responses`, the default of openai-agents, or `chat_completions`.
 """
@@ -9,10 +10,27 @@ import base64
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agents import Agent, Runner, set_default_openai_api, set_default_openai_client, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_default_openai_client,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
+
+colours: list[str] = []
+
+
+@function_tool
+def highlight(colour: Literal["red", "green", "blue", "yellow", "purple", "orange"]) -> str:
+    """Highlights the shapes of a colour."""
+    colours.append(colour)
+    return f"highlighted {colour}"
 
 
 async def main(url: str, key: str, model: str, picture: str, question: str, api: Any) -> None:
@@ -30,7 +48,10 @@ async def main(url: str, key: str, model: str, picture: str, question: str, api:
         async for event in second.stream_events()
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
     ]
-    print(json.dumps({"answer": first.final_output, "pieces": pieces, "last": second.final_output}))
+    settings = ModelSettings(tool_choice="highlight")
+    third = await Runner.run(Agent(name="Painter", model=model, tools=[highlight], model_settings=settings), turns)
+    result = {"answer": first.final_output, "pieces": pieces, "last": second.final_output}
+    print(json.dumps({**result, "highlighted": colours, "after_tool": third.final_output}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from pydantic_core import from_json
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicCountTokensResponse,
@@ -19,7 +21,13 @@ from vllm.entrypoints.anthropic.protocol import (
 
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest, OmniServing, OmniServingChat
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
-from vllm_omni.entrypoints.openai.http_errors import MESSAGES_PATH, AnthropicErrorResponse, describe_errors, respond
+from vllm_omni.entrypoints.openai.http_errors import (
+    MESSAGES_PATH,
+    AnthropicErrorResponse,
+    OmniHTTPError,
+    describe_errors,
+    respond,
+)
 from vllm_omni.entrypoints.openai.request_context import RequestContext, model_route
 from vllm_omni.entrypoints.openai.sse import MEDIA_TYPE, ClosingResponse
 from vllm_omni.vllm_protocol import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
@@ -42,6 +50,41 @@ class OmniServingMessages(OmniServing, MessagesHandler):
         fields["messages"] = read_messages(fields["messages"])
         chat_request = OmniChatCompletionRequest.model_construct(**fields, modalities=["text"])
         return await self.with_events(self.chat).create_chat_completion(chat_request, raw_request)
+
+    def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
+        """vLLM's, which takes every call for a complete one. The input of one that was cut is what it has in full, as
+        Anthropic's client reads the stream of such a call.
+
+        Raises:
+            OmniHTTPError: The model wrote arguments that are not the beginning of a JSON object.
+        """
+        choice = generator.choices[0]
+        cut_calls = [call.function for call in choice.message.tool_calls if not _is_json(call.function.arguments)]
+        for function in cut_calls:
+            function.arguments = _complete(function.name, function.arguments)
+        answer = super().messages_full_converter(generator)
+        if cut_calls and isinstance(choice.stop_reason, str):
+            answer.stop_reason, answer.stop_sequence = "stop_sequence", choice.stop_reason
+        return answer
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _complete(name: str, arguments: str) -> str:
+    try:
+        found = from_json(arguments.strip() or "{}", allow_partial=True)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        message = f"the model called `{name}` with arguments that are not a JSON object"
+        raise OmniHTTPError(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return json.dumps(found)
 
 
 router = APIRouter()

@@ -51,6 +51,7 @@ from vllm_omni.stage.engines.base import (
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
+from vllm_omni.stage.profiler import NO_PROFILER
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
@@ -210,7 +211,7 @@ class LLMStageEngine(StageEngine):
 
     def _check_profiler(self) -> None:
         if self._engine.vllm_config.profiler_config.profiler is None:
-            raise ValueError("it has no profiler; set profiler_config (--profiler-config)")
+            raise ValueError(NO_PROFILER)
 
     def _sleep_or_wake_up(self, verb: Sleep | WakeUp) -> bool | None:
         if not self._engine.vllm_config.model_config.enable_sleep_mode:

@@ -10,8 +10,9 @@ from tests.model_executor.models.engines import run_engine
 from tests.model_executor.models.omni import MakeParams, TalkerTests, loaded_model
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import OmniQwen2_5OmniTalker
+from vllm_omni.testing.hf_oracle import HFOracle
 
-from .helpers import Case
+from .helpers import Case, log_probs_of
 
 
 class TestTalker(TalkerTests):
@@ -49,3 +50,18 @@ def test_voices_differ(
     talker_outputs = {voice: list(output.outputs[0].token_ids) for voice, output in outputs.items()}
     assert len({tuple(tokens) for tokens in talker_outputs.values()}) == 3
     assert talker_outputs[spoken["text"].speaker.lower()] == spoken["text"].expected.talker_token_ids
+
+
+@torch.no_grad()
+def test_log_probabilities_of_the_same_rows(
+    talker_engine: OmniLLMEngine, oracle: HFOracle, talker_prompts: dict[str, Any], make_params: MakeParams
+) -> None:
+    """All cases at once, with media and without. Of float32's rounding, which is as large in transformers alone."""
+    params = make_params(temperature=1.0, repetition_penalty=1.0, seed=1, logprobs=0)
+    for name, output in run_engine(talker_engine, talker_prompts, params).items():
+        (choice,) = output.outputs
+        tokens = list(choice.token_ids)
+        assert choice.logprobs is not None
+        ours = torch.tensor([row[token].logprob for row, token in zip(choice.logprobs, tokens, strict=True)])
+        expected = log_probs_of(oracle.model, talker_prompts[name]["additional_information"], tokens)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=5e-5)

@@ -378,7 +378,8 @@ class SlowBodyGuard:
             return await self._receive()
         start = time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), self._left_s)
+            async with asyncio.timeout(self._left_s):
+                message = await self._receive()
         except TimeoutError:
             raise HTTPException(
                 HTTPStatus.REQUEST_TIMEOUT,

@@ -206,7 +206,7 @@ class StageEngine(ABC):
     always_compiles = False
 
     def __init__(self, outbox: Outbox) -> None:
-        # Not a `SimpleQueue`, whose `get` with a timeout waits for ever if its thread is interrupted for longer than the
+        # Not a `SimpleQueue`: its `get` with a timeout waits for ever if its thread is interrupted for longer than the
         # timeout just before it sleeps.
         self.inbox: queue.Queue[InboxItem] = queue.Queue()
         self.outbox = outbox

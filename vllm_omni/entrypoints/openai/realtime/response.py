@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_omni.entrypoints.openai.realtime.audio import Sound
-from vllm_omni.entrypoints.openai.realtime.chat_stream import as_event_error, deltas_of, make_request
+from vllm_omni.entrypoints.openai.realtime.chat_stream import PromptWindow, as_event_error, deltas_of, make_request
 from vllm_omni.entrypoints.openai.realtime.config import Values, voice_name
 from vllm_omni.entrypoints.openai.realtime.conversation import (
     Conversation,
@@ -34,7 +34,6 @@ from vllm_omni.entrypoints.openai.realtime.output_items import (
 )
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
 from vllm_omni.entrypoints.openai.realtime.transcription import write_texts
-from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 from vllm_omni.entrypoints.openai.request_context import end
 from vllm_omni.entrypoints.openai.streamed_chat import MAX_UNSENT_BYTES, ChatDelta, UnsentQueue
 from vllm_omni.errors import PipelineFullError

@@ -236,7 +236,8 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
         *SMALL_VLLM, "--stage.talker.default_sampling_params.max_tokens=64", "--allowed-media-domains=127.0.0.1",
         "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--max-realtime-message-bytes=1048576",
     )  # fmt: skip
-    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags)
+    env = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}  # An address that does not answer is tried for five seconds.
+    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags, env=env)
 
 
 @pytest.fixture(scope="session")
@@ -266,8 +267,10 @@ def video_server(
 _DEFAULTS = "--stage.diffusion.default_sampling_params"
 
 
-def _serve(model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:
-    server = RunningServer(model, *flags, log=tmp_path_factory.mktemp("server") / "log.txt")
+def _serve(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[RunningServer]:
+    server = RunningServer(model, *flags, log=tmp_path_factory.mktemp("server") / "log.txt", env=env)
     yield server
     server.stop()
 

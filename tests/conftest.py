@@ -2,6 +2,7 @@
 """For all tests: the environment, set before torch or vLLM is imported, and shared fixtures."""
 
 import atexit
+import fcntl
 import functools
 import gc
 import os
@@ -48,6 +49,7 @@ _LONG_FILES = (
     "tests/scripts/test_run_tests.py", "tests/talk/test_talk.py", "tests/testing/test_tiny_checkpoints.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
+_is_xdist_worker = False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,6 +152,8 @@ class _FailureNames:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _is_xdist_worker
+    _is_xdist_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(_GroupFixtures())
     config.pluginmanager.register(_FailureNames(config))
 
@@ -276,6 +280,14 @@ def _serve(
 
 
 def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written once for all processes of a run. No test may change it."""
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
-    return write_tiny_checkpoint(name, tmp_path_factory.mktemp("checkpoints") / name)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if _is_xdist_worker else own) / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            write_tiny_checkpoint(name, folder / f"{name}.new").rename(folder / name)
+    return folder / name

@@ -378,8 +378,7 @@ class SlowBodyGuard:
             return await self._receive()
         start = time.monotonic()
         try:
-            async with asyncio.timeout(self._left_s):
-                message = await self._receive()
+            message = await asyncio.wait_for(self._receive(), self._left_s)
         except TimeoutError:
             raise HTTPException(
                 HTTPStatus.REQUEST_TIMEOUT,

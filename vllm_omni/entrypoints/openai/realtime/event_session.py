@@ -164,14 +164,19 @@ class EventSession(ABC):
         """The next message; None when the session has expired."""
         idle_s = self._limits.realtime_idle_timeout_s
         while (left_s := self._deadline - time.monotonic()) > 0:
+            # In a task, so that other work has its turn between two messages that are there. `asyncio.wait_for` loses a
+            # cancellation that comes beside a message.
+            receiving = asyncio.create_task(self._websocket.receive())
             try:
-                async with asyncio.timeout(min(idle_s, left_s)):  # `wait_for` loses a cancellation beside a message.
-                    message = await self._websocket.receive()
-            except TimeoutError:
+                await asyncio.wait([receiving], timeout=min(idle_s, left_s))
+            finally:
+                await end(receiving)
+            if receiving.cancelled():
                 if left_s > idle_s and not self._is_busy():
                     await self._expire(f"no event for {idle_s:g} s ({flag('realtime_idle_timeout_s')})", _IDLE)
                     return None
                 continue
+            message = receiving.result()
             if message["type"] == "websocket.disconnect":
                 raise WebSocketDisconnect(message.get("code", 1005))
             return message.get("text") or message.get("bytes") or ""

@@ -230,10 +230,11 @@ def test_the_bytes_of_all_keys_are_limited(tmp_path: Path) -> None:
 def test_a_cancelled_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled once, or twice, while its files are written."""
     may_write, write = threading.Event(), Path.write_bytes
+    written: list[int] = []
 
-    def write_late(path: Path, content: bytes) -> int:
+    def write_late(path: Path, content: bytes) -> None:
         may_write.wait(60)
-        return write(path, content)
+        written.append(write(path, content))
 
     monkeypatch.setattr(Path, "write_bytes", write_late)
 
@@ -247,6 +248,8 @@ def test_a_cancelled_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.
         may_write.set()
         with pytest.raises(asyncio.CancelledError):
             await adding
+        while len(written) < 100:
+            await asyncio.sleep(0.01)  # There is no event for it.
         assert not list(tmp_path.glob("*/*"))
         await store.close()
 

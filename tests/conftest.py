@@ -2,6 +2,7 @@
 """For all tests: the environment, set before torch or vLLM is imported, and shared fixtures."""
 
 import atexit
+import fcntl
 import functools
 import gc
 import os
@@ -48,6 +49,7 @@ _LONG_FILES = (
     "tests/scripts/test_run_tests.py", "tests/talk/test_talk.py", "tests/testing/test_tiny_checkpoints.py",
 )  # fmt: skip
 _A_PROCESS_DIED = pytest.StashKey[bool]()
+_is_xdist_worker = False
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,6 +152,8 @@ class _FailureNames:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _is_xdist_worker
+    _is_xdist_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(_GroupFixtures())
     config.pluginmanager.register(_FailureNames(config))
 
@@ -236,7 +240,8 @@ def omni_server(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFact
         *SMALL_VLLM, "--stage.talker.default_sampling_params.max_tokens=64", "--allowed-media-domains=127.0.0.1",
         "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--max-realtime-message-bytes=1048576",
     )  # fmt: skip
-    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags)
+    env = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}  # An address that does not answer is tried for five seconds.
+    yield from _serve(tiny_qwen3_omni_moe, tmp_path_factory, *flags, env=env)
 
 
 @pytest.fixture(scope="session")
@@ -266,13 +271,23 @@ def video_server(
 _DEFAULTS = "--stage.diffusion.default_sampling_params"
 
 
-def _serve(model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[RunningServer]:
-    server = RunningServer(model, *flags, log=tmp_path_factory.mktemp("server") / "log.txt")
+def _serve(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[RunningServer]:
+    server = RunningServer(model, *flags, log=tmp_path_factory.mktemp("server") / "log.txt", env=env)
     yield server
     server.stop()
 
 
 def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written once for all processes of a run. No test may change it."""
     from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint  # imports torch
 
-    return write_tiny_checkpoint(name, tmp_path_factory.mktemp("checkpoints") / name)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if _is_xdist_worker else own) / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            write_tiny_checkpoint(name, folder / f"{name}.new").rename(folder / name)
+    return folder / name

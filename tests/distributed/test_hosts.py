@@ -46,9 +46,9 @@ def expected(tiny_qwen3_omni_moe: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], RayNodes]]:
-    """Two, with Ray, on a network with delays and stalls."""
-    with Hosts(2, shared=[tmp_path_factory.getbasetemp(), ROOT], delay_s=0.01, stall_s=0.5) as opened:
+def hosts(tiny_qwen3_omni_moe: Path) -> Iterator[tuple[list[Host], RayNodes]]:
+    """Two, with Ray, on a network with delays and stalls. They see the temporary files of this run."""
+    with Hosts(2, shared=[tiny_qwen3_omni_moe.parents[1], ROOT], delay_s=0.01, stall_s=0.5) as opened:
         nodes = RayNodes(opened.hosts[0])
         nodes.add(opened.hosts[1])
         yield opened.hosts, nodes

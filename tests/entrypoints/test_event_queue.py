@@ -168,3 +168,12 @@ def test_nobody_reads_on_a_closed_loop() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError):
             delivery.put(EventQueue(), segment(0))
+
+
+def test_nobody_reads_on_a_loop_that_is_closed_before_it_reads() -> None:
+    loop = asyncio.new_event_loop()
+    delivery = EventDelivery(loop)
+    delivery.put(EventQueue(), segment(0))
+    loop.close()
+    with pytest.raises(RuntimeError):
+        delivery.put(EventQueue(), segment(1))

@@ -276,23 +276,6 @@ def test_weights_in_8_bits_are_rounded_again(tiny_qwen3: Path, new_weights: Path
 
 
 @pytest.mark.slow
-def test_each_worker_of_a_stage_gets_its_part(
-    tiny_qwen3: Path, new_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with start(with_weights_of(tiny_qwen3, new_weights, tmp_path / "whole"), max_model_len=256) as other:
-        expected, _ = generate(other)
-    with start(tiny_qwen3, max_model_len=256, tensor_parallel_size=2) as llm:
-        before = generate(llm)
-        update(llm, new_weights, "step-1")
-        found, versions = generate(llm)
-        assert versions == {"step-1"} and [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        assert [it for _, it in found] == pytest.approx([it for _, it in expected], abs=1e-4)
-        update(llm, tiny_qwen3, "default")
-        assert generate(llm) == before
-
-
-@pytest.mark.slow
 def test_adapters_are_of_the_new_weights(tiny_qwen3: Path, new_weights: Path, tmp_path: Path) -> None:
     """A loaded one, that is used again without being named again, and one that comes afterwards."""
     adapters = [

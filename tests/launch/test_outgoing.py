@@ -26,8 +26,7 @@ from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError
 from vllm_omni.inputs import StageInput, StageRequest
-from vllm_omni.launch.outgoing import LARGE_BYTES
-from vllm_omni.launch.stage_handle import OmniStage, StageHandle
+from vllm_omni.launch.stage_handle import LARGE_BYTES, OmniStage, StageHandle
 from vllm_omni.outputs import StageOutput
 
 

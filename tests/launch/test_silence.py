@@ -12,9 +12,9 @@ from tests.launch.test_supervisor import Pipeline
 from tests.orchestrator.pipelines import TRIANGLE, Caller, state_of, texts
 from tests.orchestrator.test_failure import is_ready, processes, restarts_of, running, wait_until
 from vllm_omni.distributed.messages import HEARTBEAT_S
-from vllm_omni.launch import silence, supervisor
-from vllm_omni.launch.silence import UNRESPONSIVE_S, SilenceWatch
+from vllm_omni.launch import supervisor
 from vllm_omni.launch.stage_handle import StageHandle
+from vllm_omni.launch.supervisor import UNRESPONSIVE_S, SilenceWatch
 from vllm_omni.stage.watchdog import COMPILE_S
 
 ALL = ("a", "b", "c")
@@ -55,8 +55,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     clock = Clock()
-    for module in (silence, supervisor):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(supervisor, "time", clock)
     return Watched(clock)
 
 
@@ -136,7 +135,7 @@ def test_without_a_limit_nothing_is_killed(watched: Watched) -> None:
 
 @pytest.mark.slow  # Heartbeats have to stay away.
 def test_a_stopped_process_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "UNRESPONSIVE_S", HEARTBEAT_S + 1.0)
+    monkeypatch.setattr(supervisor, "UNRESPONSIVE_S", HEARTBEAT_S + 1.0)
 
     def wait_until_unresponsive(caller: Caller) -> None:
         os.kill(processes(caller)["b"], signal.SIGSTOP)

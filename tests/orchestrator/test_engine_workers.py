@@ -13,11 +13,13 @@ import psutil
 import pytest
 from vllm.platforms import current_platform
 
+from tests.entrypoints.test_weight_updates import generate, update
 from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
 from tests.servers import import_path
 from vllm_omni import OmniLLM
 from vllm_omni.errors import PipelineStartError, StageConfigError
+from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
 ray = pytest.importorskip("ray")
 
@@ -97,18 +99,32 @@ def expected(tiny_qwen3: Path) -> list[list[int]]:
         return tokens_of(llm)
 
 
-def test_a_stage_that_loses_a_worker_is_restarted(
-    tiny_qwen3: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_each_worker_gets_new_weights_and_one_that_is_lost_is_replaced(
+    tiny_qwen3: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
+    new_weights = write_tiny_checkpoint("qwen3", tmp_path / "new", seed=1)
+    with open_llm(new_weights) as other:
+        new, _ = generate(other)
+
+    def check_new_weights() -> None:
+        found, versions = generate(llm)
+        assert versions == {"step-1"} and [tokens for tokens, _ in found] == [tokens for tokens, _ in new]
+        assert [it for _, it in found] == pytest.approx([it for _, it in new], abs=1e-4)
+
     with open_llm(tiny_qwen3, tensor_parallel_size=2) as llm:
         assert tokens_of(llm) == expected
         assert not list(MEMORY.glob("*-cpushm_*"))  # vLLM's, where the processor has AVX-512
+        before = generate(llm)
+        update(llm, new_weights, "step-1")
+        check_new_weights()
         children = psutil.Process().children(recursive=True)
         next(child for child in children if "Worker_TP1" in " ".join(child.cmdline())).kill()
         wait_until(lambda: "a worker of its engine ended" in llm.health()[0].last_death)
         wait_until(lambda: llm.health()[0].state == "ready")
-        assert tokens_of(llm) == expected
+        check_new_weights()
+        update(llm, tiny_qwen3, "default")
+        assert generate(llm) == before and tokens_of(llm) == expected
 
 
 def test_what_cannot_be_placed_is_refused(cluster: Any, tiny_qwen3: Path) -> None:

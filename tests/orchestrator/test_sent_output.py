@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni.orchestrator.sent_output import RepetitionError, SentOutput
+from vllm_omni.orchestrator.request import RepetitionError, SentOutput
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 
 TEXTS = {0: "Rot, grün und blau: 赤、緑、青。", 1: "zwei"}

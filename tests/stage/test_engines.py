@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that are plain Python: an error fails only its request, and nothing runs after `stop`."""
 
+import ctypes
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,9 +16,12 @@ from vllm_omni.config.stage import OmniStageConfig, StageRuntimeConfig
 from vllm_omni.errors import StageConfigError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
-from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Stream, StreamChunk
+from vllm_omni.stage.engines.base import Error, NewRequest, Outbox, Result, StageEngine, Stop, Stream, StreamChunk
 from vllm_omni.stage.engines.fake import FakeStageEngine
 from vllm_omni.stage.engines.function import FunctionStageEngine
+
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
+_NUM_WAITS = 50_000
 
 
 def double(request: StageRequest, sources: Mapping[int, StageOutput]) -> Any:
@@ -148,3 +154,24 @@ def test_a_batch_has_one_window_of_each_request(start: Callable[[StageEngine], S
     assert items["c", Result].output.data["of"] == items["d", Result].output.data["of"] == 4
     assert items["a", Result].output.data == {"count": 0, "of": 1}, "a batch that raises is computed one by one"
     assert items["e", Result].output.data == {"count": 10, "of": 1}
+
+
+def test_a_short_wait_for_an_item_ends() -> None:
+    """Also where its thread is interrupted for longer than it is to wait, as some of so many are."""
+    inbox = FakeStageEngine(Outbox(), 0, "writer").inbox
+
+    def wait() -> None:
+        # The kernel is to wake it in time: its timers are 50 us late by default.
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+        for _ in range(_NUM_WAITS):
+            inbox.put(Stop())
+            inbox.get()
+            with suppress(queue.Empty):
+                inbox.get(timeout=1e-9)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    is_waiting = thread.is_alive()
+    inbox.put(Stop())
+    assert not is_waiting

@@ -127,7 +127,9 @@ def test_the_printed_size_includes_subfolders(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_omni_moe", "z_image"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_omni", "qwen3_omni_moe", "flux", "qwen_image", "stable_diffusion_3", "z_image"]
+)
 def test_the_large_size_is_large(name: str, tmp_path: Path) -> None:
     write_tiny_checkpoint(name, tmp_path, size="large")
 

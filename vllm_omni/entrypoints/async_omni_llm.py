@@ -355,7 +355,7 @@ class EventDelivery:
             RuntimeError: The loop is closed.
         """
         self._events.append((queue, event))
-        if not self._is_woken:
+        if not self._is_woken or self.loop.is_closed():  # It may have been closed before it read them.
             self._is_woken = True  # Before the loop is woken, which may deliver at once.
             try:
                 self.loop.call_soon_threadsafe(self._deliver)

@@ -317,7 +317,7 @@ class _Batch:
         self._sampling_params_list = sampling_params_list
         self._streams = streams
         self._keep_outputs = keep_outputs
-        self._events: queue.SimpleQueue[OmniEvent | Exception] = queue.SimpleQueue()
+        self._events: queue.Queue[OmniEvent | Exception] = queue.Queue()  # See `StageEngine.inbox`.
         self._is_cancelled = threading.Event()
         self._feeder = threading.Thread(target=self._submit_all, name="omni-feeder", daemon=True)
         self._built: deque[PipelineRequest] = deque()  # by `start`

@@ -52,10 +52,9 @@ from vllm_omni.launch.cluster import Cluster
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.launch.launcher import ClusterLauncher, Launcher, LocalLauncher
 from vllm_omni.launch.nodes import Nodes
-from vllm_omni.launch.silence import SilenceWatch
 from vllm_omni.launch.spec_factory import Site, SpecFactory, StageWeights
 from vllm_omni.launch.stage_handle import OmniStage, StageHandle
-from vllm_omni.launch.supervisor import Supervisor
+from vllm_omni.launch.supervisor import SilenceWatch, Supervisor
 from vllm_omni.metrics.observer import CompositeObserver, PipelineObserver
 from vllm_omni.metrics.stats import SpeculationCounts, StageHealth, StageState, StageStats
 from vllm_omni.orchestrator.admission import Admission

@@ -38,8 +38,7 @@ from vllm_omni.metrics.stats import StageState
 from vllm_omni.orchestrator.admission import Admission
 from vllm_omni.orchestrator.isolated_retry import LIMIT_S, IsolatedRetry
 from vllm_omni.orchestrator.replica_set import ReplicaSet
-from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
-from vllm_omni.orchestrator.sent_output import RepetitionError
+from vllm_omni.orchestrator.request import PipelineRequest, RepetitionError, RequestRecord
 from vllm_omni.outputs import StageOutput
 
 logger = logging.getLogger("vllm.omni.orchestrator")

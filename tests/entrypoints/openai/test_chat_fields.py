@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from tests.entrypoints.openai.media_apps import MODEL, use, with_flags
 
-GROUP = "app"
+GROUP = "llm"
 FIELDS: dict[str, Any] = {
     "metadata": {"conversation": "1"},
     "service_tier": "flex",

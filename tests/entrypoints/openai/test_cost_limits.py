@@ -16,7 +16,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
-GROUP = "app"
+GROUP = "llm"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.0, "max_tokens": 8}
 WORDS = [f"w{i}" for i in range(6000)]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {word: {"type": "string"} for word in WORDS}}

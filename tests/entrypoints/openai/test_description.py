@@ -11,7 +11,7 @@ from tests.entrypoints.openai.media_apps import MODEL, send, use
 from vllm_omni.entrypoints.openai import engine_client
 from vllm_omni.entrypoints.openai.engine_client import RecentRequest, RecentRequests
 
-GROUP = "app"
+GROUP = "llm"
 
 
 def test_an_omni_model(omni_app: FastAPI) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import io
 import socket
+import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -226,14 +227,29 @@ def test_the_bytes_of_all_keys_are_limited(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_request_leaves_no_file(tmp_path: Path) -> None:
+def test_a_cancelled_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled once, or twice, while its files are written."""
+    may_write, write = threading.Event(), Path.write_bytes
+    written: list[int] = []
+
+    def write_late(path: Path, content: bytes) -> None:
+        may_write.wait(60)
+        written.append(write(path, content))
+
+    monkeypatch.setattr(Path, "write_bytes", write_late)
+
     async def main() -> None:
         store = FileStore(ServerLimits(video_dir=str(tmp_path)))
         adding = asyncio.create_task(store.add([b"1"] * 100, "png", b""))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            adding.cancel()
         await asyncio.sleep(0)
-        adding.cancel()
+        may_write.set()
         with pytest.raises(asyncio.CancelledError):
             await adding
+        while len(written) < 100:
+            await asyncio.sleep(0.01)  # There is no event for it.
         assert not list(tmp_path.glob("*/*"))
         await store.close()
 

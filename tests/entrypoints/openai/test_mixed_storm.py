@@ -5,6 +5,7 @@ import asyncio
 import gc
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from vllm_omni import AsyncOmniLLM
 CONCURRENCY = 48
 COUNTS = (500, 1500, 3000)
 """Of requests, after which what is held is measured."""
+PATIENCE_S = 120
+"""Many times as long as so many requests take."""
 MAX_GROWTH = 16 << 20
 """Bytes of a process between the last two of them: 11 kB for each of 1,500 requests."""
 TOKENS = {"fake_tokens": 10, "fake_seconds": 0.002, "fake_only": "writer"}
@@ -69,7 +72,13 @@ def test_thousands_of_mixed_requests_half_of_them_cut_off(tmp_path: Path) -> Non
 
     async def send(server: FakeServer, first: int, last: int) -> None:
         numbers = iter(range(first, last))
-        await asyncio.gather(*(client(server, numbers) for _ in range(CONCURRENCY)))
+        clients = [asyncio.create_task(client(server, numbers)) for _ in range(CONCURRENCY)]
+        done, waiting = await asyncio.wait(clients, timeout=PATIENCE_S)
+        for task in asyncio.all_tasks() if waiting else ():
+            task.print_stack(file=sys.stdout)
+        assert not waiting, llm.stats_table()
+        for task in done:
+            task.result()
 
     with running(AsyncOmniLLM, tmp_path, max_inflight=32, max_queued=CONCURRENCY) as llm:
         server = FakeServer(llm)

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.openai.responses import OwnedStore
 from vllm_omni.errors import RequestTimeoutError
 from vllm_omni.events import OmniEvent
 
-GROUP = "app"
+GROUP = "llm"
 QUESTION = "Why is the sea blue?"
 NUM_TOKENS = 12
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0.0}

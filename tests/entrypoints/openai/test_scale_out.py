@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from tests.entrypoints.openai.media_apps import MODEL, send, with_flags
 from tests.entrypoints.openai.test_openai_client import data_uri, png
 
-GROUP = "app"
+GROUP = "llm"
 NUM_TOKENS = 8
 PICTURE = {"type": "image_url", "image_url": {"url": data_uri("image/png", png())}}
 CHAT: dict[str, Any] = {

@@ -13,7 +13,7 @@ from tests.entrypoints.openai.media_apps import send, server_args
 from vllm_omni.entrypoints.openai import operator_routes, scale_out
 from vllm_omni.entrypoints.openai.api_server import OWN_PATHS, TEXT_ONLY_PATHS, WITHHELD_PATHS
 
-GROUP = "app"
+GROUP = "llm"
 AS_VLLM = {
     "/openapi.json", "/docs/oauth2-redirect", "/load", "/version", "/metrics", "/tokenize",
     "/detokenize", "/v1/models", "/v1/chat/completions/batch", "/generative_scoring",

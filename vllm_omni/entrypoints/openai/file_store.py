@@ -12,6 +12,7 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -119,8 +120,10 @@ async def write_files(contents: Mapping[Path, bytes]) -> None:
     writing = asyncio.ensure_future(asyncio.to_thread(write))
     try:
         await asyncio.shield(writing)
-    except BaseException:  # The end of the request does not stop the thread.
-        await asyncio.wait([writing])
+    except BaseException:  # The end of the request does not stop the thread, nor does another cancellation.
+        while not writing.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([writing])
         for path in contents:
             path.unlink(missing_ok=True)
         raise

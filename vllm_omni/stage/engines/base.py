@@ -208,7 +208,9 @@ class StageEngine(ABC):
     always_compiles = False
 
     def __init__(self, outbox: Outbox) -> None:
-        self.inbox: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
+        # Not a `SimpleQueue`: its `get` with a timeout waits for ever if its thread is interrupted for longer than the
+        # timeout just before it sleeps.
+        self.inbox: queue.Queue[InboxItem] = queue.Queue()
         self.outbox = outbox
         self.recorder = StageRecorder(-1, "")  # replaced by the stage's
         self.step_timer = StepTimer()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of sessions, ephemeral keys, and the pace of speech."""
 
+import asyncio
 import base64
 import time
 from typing import Any
@@ -199,6 +200,38 @@ def test_a_model_that_does_not_hear_or_speak(text_async_llm: AsyncOmniLLM, tiny_
         assert (await session.respond())[-1].response.output[0].content[0].text
 
     converse(app_of(client, tiny_qwen3), main, manual=False)
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_a_cancelled_session_ends_although_a_message_comes(num_steps: int) -> None:
+    """At whichever step of the event loop after the message."""
+    app = session_app(FakeChat())
+    scope = {
+        "type": "websocket", "asgi": {"version": "3.0"}, "scheme": "ws", "path": "/v1/realtime", "root_path": "",
+        "raw_path": b"/v1/realtime", "query_string": b"model=fake", "headers": [], "subprotocols": [],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+
+    async def main() -> None:
+        messages, is_open = asyncio.Queue[Any](), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if "session.created" in message.get("text", ""):
+                is_open.set()
+
+        messages.put_nowait({"type": "websocket.connect"})
+        running = asyncio.create_task(app(scope, messages.get, send))  # type: ignore[arg-type]
+        await is_open.wait()
+        await asyncio.sleep(0.01)  # It waits for a message.
+        messages.put_nowait({"type": "websocket.receive", "text": "{}"})
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=10)
+        running.cancel()
+        assert done and running.cancelled()
+
+    asyncio.run(main())
 
 
 def test_the_configurations_of_the_keys_of_all_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

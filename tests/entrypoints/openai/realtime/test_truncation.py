@@ -17,9 +17,9 @@ from tests.entrypoints.openai.realtime.sessions import Session, converse, opened
 from tests.entrypoints.openai.realtime.test_conversation import item
 from vllm_omni.entrypoints.openai.chat import OmniChatCompletionRequest
 from vllm_omni.entrypoints.openai.realtime import session as session_module
+from vllm_omni.entrypoints.openai.realtime.chat_stream import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.config import PromptLimits
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
-from vllm_omni.entrypoints.openai.realtime.truncation import PromptWindow
 
 GROUP = "app"
 SPEECH: Any = {"output_modalities": ["audio"], "max_output_tokens": 8}

@@ -162,22 +162,26 @@ class EventSession(ABC):
 
     async def _receive(self) -> str | bytes | None:
         """The next message; None when the session has expired."""
-        idle_s, left_s = self._limits.realtime_idle_timeout_s, self._deadline - time.monotonic()
-        message = None
-        while message is None:
+        idle_s = self._limits.realtime_idle_timeout_s
+        while (left_s := self._deadline - time.monotonic()) > 0:
+            # In a task, so that other work has its turn between two messages that are there. `asyncio.wait_for` loses a
+            # cancellation that comes beside a message.
+            receiving = asyncio.create_task(self._websocket.receive())
             try:
-                message = await asyncio.wait_for(self._websocket.receive(), max(0.0, min(idle_s, left_s)))
-            except TimeoutError:
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0:
-                    await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)
-                    return None
-                if not self._is_busy():
+                await asyncio.wait([receiving], timeout=min(idle_s, left_s))
+            finally:
+                await end(receiving)
+            if receiving.cancelled():
+                if left_s > idle_s and not self._is_busy():
                     await self._expire(f"no event for {idle_s:g} s ({flag('realtime_idle_timeout_s')})", _IDLE)
                     return None
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code", 1005))
-        return message.get("text") or message.get("bytes") or ""
+                continue
+            message = receiving.result()
+            if message["type"] == "websocket.disconnect":
+                raise WebSocketDisconnect(message.get("code", 1005))
+            return message.get("text") or message.get("bytes") or ""
+        await self._expire(f"it has lasted {self._limits.max_realtime_session_s:g} s, its limit", _EXPIRED)
+        return None
 
     async def _expire(self, reason: str, code: int) -> None:
         await self._abort()

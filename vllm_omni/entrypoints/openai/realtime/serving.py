@@ -34,8 +34,8 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import (
 from vllm_omni.entrypoints.openai.realtime.config import SessionRules, Values
 from vllm_omni.entrypoints.openai.realtime.event_session import Sessions, deny
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id, read_session
+from vllm_omni.entrypoints.openai.realtime.response import Speculations
 from vllm_omni.entrypoints.openai.realtime.session import Session
-from vllm_omni.entrypoints.openai.realtime.speculation import Speculations
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.entrypoints.openai.server_args import RequestLimits, limits_from
 

@@ -31,8 +31,7 @@ from vllm_omni.entrypoints.openai.realtime.conversation import (
 from vllm_omni.entrypoints.openai.realtime.event_session import EventSession, Sessions
 from vllm_omni.entrypoints.openai.realtime.output_items import SessionContext
 from vllm_omni.entrypoints.openai.realtime.protocol import EventError, new_id
-from vllm_omni.entrypoints.openai.realtime.response import Response
-from vllm_omni.entrypoints.openai.realtime.speculation import Speculation, Speculations
+from vllm_omni.entrypoints.openai.realtime.response import Response, Speculation, Speculations
 from vllm_omni.entrypoints.openai.realtime.transcription import InputTranscriptions
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, Turn, TurnDetector
 from vllm_omni.entrypoints.openai.request_context import RequestContext

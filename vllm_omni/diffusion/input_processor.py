@@ -96,7 +96,8 @@ class DiffusionInputProcessor:
         given = {name: value for name, value in given.items() if not (isinstance(value, (list, tuple)) and not value)}
         pipeline_class = self._info.class_for(given)
         self._check_media(given, pipeline_class)
-        images = read_images({"image": given.pop("image", None)}, self._config.max_pixels, keep_alpha=self._takes_alpha)
+        picture = None if self._info.takes_rows(pipeline_class) else given.pop("image", None)
+        images = read_images({"image": picture}, self._config.max_pixels, keep_alpha=self._takes_alpha)
         if len(images) > 1 and not self._info.takes_several(pipeline_class):
             raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
         media = read_media(given, pipeline_class, self._config, self._sound_format)

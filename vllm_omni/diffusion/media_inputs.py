@@ -35,6 +35,7 @@ _VISUAL = re.compile(r"image|mask|video|frame|hint|control")
 _SOUND = re.compile(r"audio|sound|speech|waveform")
 _WITHOUT_BATCH = ("src_audio", "reference_audio")
 """Sounds that a pipeline takes as `[channels, samples]`; all others are `[1, channels, samples]`."""
+_DEPTH_OF_ROWS = 2
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_DEPTH = 4
 
@@ -133,13 +134,14 @@ class MediaReader:
         self._sound_format = sound_format
         self._num_pictures = 0
 
-    def read(self, value: Any, annotation: Any) -> MediaInput:
+    def read(self, value: Any, annotation: Any, depth: int = 0) -> MediaInput:
         """
         Args:
             value: A PIL image; an array or tensor, uint8 `[height, width, channels]` or `[frames, ...]`, or anything
-                that the pipeline reads; a list of these; a sound, `(waveform, samples per second)`; a dict with the
-                fields of a dataclass.
+                that the pipeline reads; a list of these; rows of these, with None for one that the pipeline makes; a
+                sound, `(waveform, samples per second)`; a dict with the fields of a dataclass.
             annotation: The argument's type.
+            depth: How many lists it is in.
         """
         match value:
             case Image.Image():
@@ -149,7 +151,9 @@ class MediaReader:
             case (np.ndarray() | torch.Tensor(), int() | float()) if takes_sound(self._name, annotation):
                 return self._read_sound(*value)
             case list() | tuple():
-                return MediaInput(kind="items", items=[self.read(item, annotation) for item in value])
+                return MediaInput(kind="items", items=[self.read(item, annotation, depth + 1) for item in value])
+            case None if depth == _DEPTH_OF_ROWS:
+                return MediaInput(kind="plain")
             case dict():
                 return self._read_fields(value, annotation)
             case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -109,6 +109,12 @@ def test_dicts_are_dataclasses() -> None:
     assert isinstance(passed("LTX2ConditionPipeline", conditions=given[0])["conditions"], LTX2VideoCondition)
 
 
+def test_a_single_picture_is_in_a_list_where_a_pipeline_takes_lists_only() -> None:
+    (one,) = passed("JoyImageEditPlusPipeline", images=PHOTO)["images"]
+    assert one.size == (8, 4)
+    assert len(passed("JoyImageEditPlusPipeline", images=[PHOTO, PHOTO])["images"]) == 2
+
+
 def test_rows_of_images_may_have_places_that_the_pipeline_fills() -> None:
     rows = passed("VisualClozePipeline", image=[[PHOTO, FRAMES[0]], (PHOTO, None)])["image"]
     assert [[getattr(image, "size", None) for image in row] for row in rows] == [[(8, 4), (8, 4)], [(8, 4), None]]

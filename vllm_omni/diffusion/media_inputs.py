@@ -11,7 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -82,6 +83,13 @@ def takes_images(name: str, annotation: Any) -> bool:
     return "Image" in str(annotation) or bool(is_visual)
 
 
+def _takes_lists_only(name: str, annotation: Any) -> bool:
+    """Whether a single picture has to be in a list, too."""
+    members = [annotation] if get_origin(annotation) is list else get_args(annotation)
+    are_lists = [get_origin(member) is list for member in members if member is not NoneType]
+    return bool(are_lists) and all(are_lists) and not takes_frames(name, annotation)
+
+
 def takes_sound(name: str, annotation: Any) -> bool:
     """Whether an argument is the samples of a sound."""
     is_array = "Tensor" in str(annotation) or "ndarray" in str(annotation)
@@ -144,6 +152,8 @@ class MediaReader:
             depth: How many lists it is in.
         """
         match value:
+            case Image.Image() if depth == 0 and _takes_lists_only(self._name, annotation):
+                return self.read([value], annotation)
             case Image.Image():
                 return self._read_image(value, annotation)
             case np.ndarray() | torch.Tensor():

@@ -137,6 +137,9 @@ def test_rows_of_images_are_a_medium_of_their_own(tmp_path: Path) -> None:
     assert request.images == [] and kinds == [["image", "image"], ["image", "plain"]]
     with pytest.raises(ValueError, match="VisualClozePipeline needs an input image"):
         processor.process({}, texts)
+    for image in (IMAGE, [IMAGE, None], [[IMAGE, IMAGE]], [[IMAGE], [IMAGE, None]], [[IMAGE, None], IMAGE]):
+        with pytest.raises(ValueError, match="image must be rows of as many images each"):
+            processor.process({"multi_modal_data": {"image": image}}, texts)
 
 
 @pytest.mark.parametrize(("channels", "shown"), [(3, [255] * 3), (4, [255, 0, 0, 0])])

@@ -96,7 +96,7 @@ class DiffusionInputProcessor:
         given = {name: value for name, value in given.items() if not (isinstance(value, (list, tuple)) and not value)}
         pipeline_class = self._info.class_for(given)
         self._check_media(given, pipeline_class)
-        if self._info.takes_rows(pipeline_class):
+        if "image" in given and self._info.takes_rows(pipeline_class):
             _check_rows(given["image"])
             images = []
         else:

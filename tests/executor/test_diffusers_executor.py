@@ -427,7 +427,8 @@ class ListeningPipeline(ZImagePipeline):
 
     @functools.wraps(ZImagePipeline.__call__)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        heard = HEARD[kwargs["prompt"]] = []
+        heard: list[torch.Tensor] = []
+        HEARD[kwargs["prompt"]] = heard
 
         def listen(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             heard.append(output[0] if isinstance(output, tuple) else output)

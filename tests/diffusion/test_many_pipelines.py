@@ -131,6 +131,8 @@ ALONE = {
     "OmniGenPipeline": "transformer",
 }
 """Those with a network that mixes requests, or that the pipeline changes: it gets one request at a time."""
+BY_LENGTH = ("Cosmos3OmniPipeline",)
+"""Those whose network computes prompts of one length together."""
 
 PROMPTS = ("a red cat", "two ships at night, " * 2, "it")
 
@@ -172,7 +174,10 @@ def test_alone_and_among_others_a_request_equals_diffusers(name: str, tmp_path: 
             np.testing.assert_allclose(end.output.numpy(), one, rtol=0, atol=1e-4, err_msg=prompt)
     alone = ALONE.get(name)
     assert harness.executor.unbatched == ([] if alone is None else [alone])
-    assert max(harness.batches) == (1 if "PAG" in name else len(PROMPTS))
+    if name in BY_LENGTH:
+        assert max(harness.batches) > 1, "the calls for the empty negative prompts"
+    else:
+        assert max(harness.batches) == (1 if "PAG" in name else len(PROMPTS))
 
 
 def as_diffusers_has_it(name: str, media: dict[str, Any]) -> dict[str, Any]:
@@ -222,8 +227,10 @@ def test_media_give_what_they_give_in_diffusers(
 
 def table() -> str:
     """Of the classes in `CALLS`, in the format of the document."""
-    apart = {"all": "together", "network": "one request at a time in one network", "job": "one request at a time"}
+    apart = {"all": "together", "length": "together, if their prompts have one length"}
+    apart |= {"network": "one request at a time in one network", "job": "one request at a time"}
     kinds = {name: "job" if "PAG" in name else "network" if name in ALONE else "all" for name in CALLS}
+    kinds |= dict.fromkeys(BY_LENGTH, "length")
     listed = {kind: ", ".join(f"`{name}`" for name in CALLS if kinds[name] == kind) for kind in apart}
     rows = [f"| {words} | {listed[kind]} |" for kind, words in apart.items()]
     return "\n".join(["| requests are computed | diffusers' pipelines |", "|---|---|", *rows])

@@ -2,6 +2,7 @@
 """Many of diffusers' pipeline classes in one process: each request makes what bare diffusers makes, alone and among
 others. `docs/diffusion.md` lists these classes: `python -m tests.diffusion.test_many_pipelines` prints its tables."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from tests.diffusion.tiny_pipelines import build
 from tests.diffusion.watched_engine import WatchedEngine
 from tests.executor.test_diffusers_executor import Harness
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.diffusion.job import RunningJob
 from vllm_omni.diffusion.media_inputs import call_parameters
 from vllm_omni.diffusion.pipeline_info import PipelineInfo
+from vllm_omni.executor.diffusers_executor import DiffusersPipelineExecutor
 from vllm_omni.inputs import StageRequest
 from vllm_omni.sampling_params import DiffusionSamplingParams
 from vllm_omni.stage.engines.base import NewRequest
@@ -135,6 +138,16 @@ BY_LENGTH = ("Cosmos3OmniPipeline",)
 """Those whose network computes prompts of one length together."""
 
 PROMPTS = ("a red cat", "two ships at night, " * 2, "it")
+
+
+@pytest.fixture(autouse=True)
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job that has waited longest is next. By slowdowns it would depend on measured times which calls meet."""
+
+    def order(executor: Any, running: list[RunningJob]) -> list[RunningJob]:
+        return sorted(running, key=lambda job: sys.maxsize if job.has_started else job.num_calls)
+
+    monkeypatch.setattr(DiffusersPipelineExecutor, "_order", order)
 
 
 class Bare:

@@ -128,6 +128,20 @@ def test_the_settings_depend_on_input_images(processors: dict[str, DiffusionInpu
         process(processors["text"], {"extra_args": {"cfg_truncaton": 1.0}}, image=IMAGE)
 
 
+def test_rows_of_images_are_a_medium_of_their_own(tmp_path: Path) -> None:
+    processor = make_processor(tmp_path, "VisualClozePipeline")
+    texts = {"extra_args": {"task_prompt": "the second is the first at night", "content_prompt": "a hen"}}
+    rows = [[IMAGE, IMAGE], [IMAGE, None]]
+    request = processor.process({"multi_modal_data": {"image": rows}}, texts)
+    kinds = [[place.kind for place in row.items] for row in request.media["image"].items]
+    assert request.images == [] and kinds == [["image", "image"], ["image", "plain"]]
+    with pytest.raises(ValueError, match="VisualClozePipeline needs an input image"):
+        processor.process({}, texts)
+    for image in (IMAGE, [IMAGE, None], [[IMAGE, IMAGE]], [[IMAGE], [IMAGE, None]], [[IMAGE, None], IMAGE]):
+        with pytest.raises(ValueError, match="image must be rows of as many images each"):
+            processor.process({"multi_modal_data": {"image": image}}, texts)
+
+
 @pytest.mark.parametrize(("channels", "shown"), [(3, [255] * 3), (4, [255, 0, 0, 0])])
 def test_only_a_model_that_encodes_alpha_gets_it(channels: int, shown: list[int], tmp_path: Path) -> None:
     index = {"_class_name": "QwenImageLayeredPipeline", "vae": ["diffusers", "AutoencoderKLQwenImage"]}

@@ -109,6 +109,17 @@ def test_dicts_are_dataclasses() -> None:
     assert isinstance(passed("LTX2ConditionPipeline", conditions=given[0])["conditions"], LTX2VideoCondition)
 
 
+def test_a_single_picture_is_in_a_list_where_a_pipeline_takes_lists_only() -> None:
+    (one,) = passed("JoyImageEditPlusPipeline", images=PHOTO)["images"]
+    assert one.size == (8, 4)
+    assert len(passed("JoyImageEditPlusPipeline", images=[PHOTO, PHOTO])["images"]) == 2
+
+
+def test_rows_of_images_may_have_places_that_the_pipeline_fills() -> None:
+    rows = passed("VisualClozePipeline", image=[[PHOTO, FRAMES[0]], (PHOTO, None)])["image"]
+    assert [[getattr(image, "size", None) for image in row] for row in rows] == [[(8, 4), (8, 4)], [(8, 4), None]]
+
+
 @pytest.mark.parametrize(
     ("class_name", "given", "words"),
     [
@@ -122,6 +133,7 @@ def test_dicts_are_dataclasses() -> None:
         ("FluxFillPipeline", {"mask_image": Image.new("F", (4, 4))}, ["mask_image has mode 'F'"]),
         ("FluxFillPipeline", {"mask_image": torch.zeros(4, 4, device="meta")}, ["without plain values"]),
         ("WanVideoToVideoPipeline", {"video": np.zeros((5, 4, 4, 3), np.uint8)}, ["more than 4 frames", "max_frames"]),
+        ("WanVideoToVideoPipeline", {"video": [PHOTO, None]}, ["video is a NoneType", "takes PIL images"]),
         ("WanVideoToVideoPipeline", {"video": [PHOTO] * 5}, ["more than 4 frames", "max_frames"]),
         ("WanVideoToVideoPipeline", {"video": np.full((1, 4, 4, 3), 2.0)}, ["outside [0, 1]"]),
         ("WanVideoToVideoPipeline", {"video": np.zeros((2, 3, 4, 5))}, ["shape [2, 3, 4, 5]", "[frames, height"]),

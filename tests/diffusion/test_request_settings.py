@@ -78,6 +78,7 @@ def test_what_a_pipeline_does_not_take_is_refused_by_name(
         ("StableVideoDiffusionPipeline", {"decode_chunk_size": 9}, "at most 8 (max_frames)"),
         ("QwenImageLayeredPipeline", {"layers": 3}, "at most 2 (max_outputs)"),
         ("QwenImageLayeredPipeline", {"layers": 1, "resolution": 1024}, "at most 4096 pixels (max_pixels)"),
+        ("VisualClozePipeline", {"upsampling_height": 65}, "at most 4096 pixels (max_pixels)"),
         ("MarigoldDepthPipeline", {"ensemble_size": 3}, "at most 2 (max_outputs)"),
         ("AceStepPipeline", {"audio_duration": 31.0}, "at most 30.0 (max_seconds)"),
         ("StableAudioPipeline", {"audio_end_in_s": float("nan")}, "at most 30.0 (max_seconds)"),

@@ -11,15 +11,19 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLTemporalDecoder,
+    AutoencoderKLWan,
+    BriaTransformer2DModel,
     CogVideoXDDIMScheduler,
     CogVideoXTransformer3DModel,
     ControlNetModel,
+    Cosmos3OmniTransformer,
     DDIMScheduler,
     DDPMScheduler,
     DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxTransformer2DModel,
+    JoyImageEditPlusTransformer3DModel,
     Kandinsky3UNet,
     LatteTransformer3DModel,
     LCMScheduler,
@@ -32,6 +36,7 @@ from diffusers import (
     UnCLIPScheduler,
     UNet2DConditionModel,
     UNetSpatioTemporalConditionModel,
+    UniPCMultistepScheduler,
     VQModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
@@ -43,10 +48,16 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
+    Qwen2VLImageProcessor,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
 
 from vllm_omni.testing.tiny import flux, wan, wan_i2v
+from vllm_omni.testing.tiny.qwen_image import add_template_tokens
 from vllm_omni.testing.tiny.text_encoders import (
     clip_config,
     make_clip_tokenizer,
@@ -55,7 +66,7 @@ from vllm_omni.testing.tiny.text_encoders import (
     make_t5_tokenizer,
     qwen3_config,
 )
-from vllm_omni.testing.tiny.tokenizer import padded_vocab_size
+from vllm_omni.testing.tiny.tokenizer import padded_vocab_size, token_id
 from vllm_omni.testing.tiny.weights import fill_random
 
 TEXT = 32
@@ -253,16 +264,18 @@ def _stable_video(name: str) -> dict[str, Any]:
 
 
 def _marigold(name: str) -> dict[str, Any]:
-    tokenizer = make_clip_tokenizer()
+    tokenizer, is_depth = make_clip_tokenizer(), "Depth" in name
+    albedo = {"prediction_space": "srgb", "up_to_scale": False}
+    roughness = {"prediction_space": "linear", "up_to_scale": False}
+    properties = {"target_names": ["albedo", "roughness"], "albedo": albedo, "roughness": roughness}
+    depth = {"prediction_type": "depth", "scale_invariant": True, "shift_invariant": True}
     return {
         "vae": _vae(),
         "text_encoder": CLIPTextModel(clip_config(tokenizer, TEXT, 2)),
         "tokenizer": tokenizer,
-        "unet": _unet(in_channels=8, cross_attention_dim=TEXT),
+        "unet": _unet(in_channels=8 if is_depth else 12, out_channels=4 if is_depth else 8),
         "scheduler": DDIMScheduler(**_NOISE, prediction_type="v_prediction", clip_sample=False),
-        "prediction_type": "depth",
-        "scale_invariant": True,
-        "shift_invariant": True,
+        **(depth if is_depth else {"prediction_type": "intrinsics", "target_properties": properties}),
     }
 
 
@@ -308,7 +321,7 @@ def _cogvideox(name: str) -> dict[str, Any]:
     return {"transformer": transformer, "vae": vae, "scheduler": scheduler, **_t5()}
 
 
-# Classes with networks of the tiny checkpoints that ship -> what is loaded with that class.
+# Classes with networks of the tiny checkpoints that ship -> what is loaded with that class, or set.
 _SHARED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "StableDiffusion3InpaintPipeline": ("stable_diffusion_3", dict),
     "FluxInpaintPipeline": ("flux", dict),
@@ -324,6 +337,7 @@ _SHARED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "WanImageToVideoPipeline": ("wan_i2v", lambda: {"transformer": _wan_first_and_last()}),
     "WanVACEPipeline": ("wan", lambda: {"transformer": _wan_vace()}),
     "LTX2ConditionPipeline": ("ltx2", dict),
+    "VisualClozePipeline": ("flux", lambda: {"transformer": _flux(4 * (2 * 16 + 64)), "resolution": 64}),
 }
 
 
@@ -335,12 +349,13 @@ def _like_a_shared_one(name: str, tiny_diffusion: Callable[[str], Path]) -> Diff
         torch.manual_seed(0)
         made = make()
     for index, (part, module) in enumerate(made.items()):
-        fill_random(module.eval(), index, 1.0)
-        module.proj_out.load_state_dict(pipe.components[part].proj_out.state_dict())
+        if isinstance(module, torch.nn.Module):
+            fill_random(module.eval(), index, 1.0)
+            module.proj_out.load_state_dict(pipe.components[part].proj_out.state_dict())
     pipeline_class = getattr(diffusers, name)
     components, options = pipeline_class._get_signature_keys(pipeline_class)
     parts = {**pipe.components, **made}
-    known = {part: module for part, module in parts.items() if part in components}
+    known = {part: module for part, module in parts.items() if part in components or part in options}
     settings = {option: pipe.config[option] for option in options if option in pipe.config and option not in parts}
     return pipeline_class(**known, **settings)
 
@@ -542,6 +557,109 @@ def _prx_pixel(name: str) -> dict[str, Any]:
     }
 
 
+def _bria(name: str) -> dict[str, Any]:
+    transformer = BriaTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT,
+        pooled_projection_dim=None,
+        axes_dims_rope=[0, 4, 12],
+    )
+    return {"transformer": transformer, "vae": _vae(), "scheduler": FlowMatchEulerDiscreteScheduler(), **_t5()}
+
+
+_VISION_TOKENS = "<|vision_start|><|image_pad|><|video_pad|><|vision_end|>"
+
+
+def _cosmos_3(name: str) -> dict[str, Any]:
+    tokenizer = make_qwen_tokenizer()
+    add_template_tokens(tokenizer, _VISION_TOKENS)
+    transformer = Cosmos3OmniTransformer(
+        head_dim=6,
+        hidden_act="silu",
+        hidden_size=12,
+        intermediate_size=24,
+        latent_channel=16,
+        latent_patch_size=1,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        num_key_value_heads=1,
+        patch_latent_dim=16,
+        qk_norm_for_text=False,
+        rms_norm_eps=1e-5,
+        rope_axes_dim=[1, 1, 1],
+        vocab_size=1024,
+    )
+    return {
+        "transformer": transformer,
+        "text_tokenizer": tokenizer,
+        "vae": AutoencoderKLWan(base_dim=4, num_res_blocks=1),
+        "scheduler": UniPCMultistepScheduler(),
+        "sound_tokenizer": None,
+        "safety_checker": None,
+        "enable_safety_checker": False,
+    }
+
+
+def _joyimage(name: str) -> dict[str, Any]:
+    tokenizer = make_qwen_tokenizer()
+    add_template_tokens(tokenizer, _VISION_TOKENS)
+    text = {
+        "hidden_size": TEXT,
+        "intermediate_size": 2 * TEXT,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": padded_vocab_size(tokenizer),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+        "max_position_embeddings": 4096,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": TEXT,
+        "patch_size": 14,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 64,
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token_id(tokenizer, "<|image_pad|>"),
+        video_token_id=token_id(tokenizer, "<|video_pad|>"),
+        vision_start_token_id=token_id(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=token_id(tokenizer, "<|vision_end|>"),
+    )
+    pixels = {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}
+    settings = {"size": pixels, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    images, videos = Qwen2VLImageProcessor(**settings), Qwen3VLVideoProcessor(**settings)
+    transformer = JoyImageEditPlusTransformer3DModel(
+        patch_size=[1, 2, 2],
+        in_channels=16,
+        hidden_size=32,
+        num_attention_heads=2,
+        text_dim=TEXT,
+        num_layers=1,
+        rope_dim_list=[4, 6, 6],
+        theta=256,
+    )
+    return {
+        "transformer": transformer,
+        "vae": AutoencoderKLWan(base_dim=4, num_res_blocks=1),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+        "tokenizer": tokenizer,
+        "text_encoder": Qwen3VLForConditionalGeneration(config),
+        "processor": Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template),
+    }
+
+
 _FAMILIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "StableDiffusionImageVariation": _image_variation,
     "StableDiffusionXL": _stable_diffusion_xl,
@@ -558,5 +676,8 @@ _FAMILIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "Kandinsky3": _kandinsky_3,
     "IF": _deep_floyd,
     "PRXPixel": _prx_pixel,
+    "Bria": _bria,
+    "Cosmos3Omni": _cosmos_3,
+    "JoyImageEditPlus": _joyimage,
 }
 """The beginning of a class's name -> a function of the name that makes the arguments of its constructor."""

@@ -419,6 +419,52 @@ def test_what_a_job_has_changed_is_taken_back_when_it_does_not_end(
     check_image(harness, oracle, "waits", 2, guidance_scale=0.0)
 
 
+HEARD: dict[str, list[torch.Tensor]] = {}
+
+
+class ListeningPipeline(ZImagePipeline):
+    """Reads by a hook what a layer of its text encoder computes, as JoyImage Edit does, and one of its transformer."""
+
+    @functools.wraps(ZImagePipeline.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        heard: list[torch.Tensor] = []
+        HEARD[kwargs["prompt"]] = heard
+
+        def listen(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            heard.append(output[0] if isinstance(output, tuple) else output)
+
+        text_layer = self.text_encoder.layers[-1].register_forward_hook(listen)
+        with self.transformer.layers[-1].register_forward_hook(listen):
+            result = super().__call__(*args, **kwargs)
+        text_layer.remove()
+        return result
+
+
+def test_a_pipeline_that_listens_to_its_networks_hears_its_own_request_only(model: Path, oracle: DiffusersOracle):
+    harness = Harness(model, pipeline_class=f"{__name__}.ListeningPipeline")
+    names = ["a cat", "a dog", "a fox"]  # prompts of one length
+    harness.add("plain", 9, ZImagePipeline)
+    harness.add("aborted", 9)
+    for seed, name in enumerate(names):
+        harness.add(name, seed)
+    harness.step()
+    harness.executor.abort("aborted")
+    harness.run()
+    check_image(harness, oracle, "plain", 9)
+    heard = {name: HEARD.pop(f"a painting of {name}") for name in names}
+    pipe = ListeningPipeline(**oracle.pipe.components)
+    pipe.set_progress_bar_config(disable=True)
+    for seed, name in enumerate(names):
+        check_image(harness, oracle, name, seed)
+        pipe(prompt=f"a painting of {name}", **SIZE, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(heard[name], HEARD[f"a painting of {name}"], atol=1e-4, rtol=0)
+    networks = (harness.pipe.text_encoder, harness.pipe.transformer)
+    parts = [part for network in networks for part in network.modules()]
+    places = {hook.__module__ for part in parts for hook in part._forward_hooks.values()}
+    assert places == {"transformers.utils.output_capturing"}, "what transformers puts there once stays"
+    assert harness.executor.unbatched == []
+
+
 def test_a_job_too_large_for_the_memory_fails_and_the_next_one_works(model: Path, oracle: DiffusersOracle):
     harness = Harness(model)
     compute = harness.pipe.vae.decode

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from torch import get_num_threads
 
-from vllm_omni.placement.shared_cores import SharedCores
+from vllm_omni.placement.shared_cores import SharedCores, set_num_threads
 from vllm_omni.placement.spec import StagePlacement
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before = get_num_threads()
     yield
-    torch.set_num_threads(before)
+    set_num_threads(before)
 
 
 def make(folder: Path, instance_id: int, least: int, most: int) -> SharedCores:
@@ -24,7 +24,7 @@ def make(folder: Path, instance_id: int, least: int, most: int) -> SharedCores:
 
 def threads_of(cores: SharedCores) -> int:
     cores.take()
-    return torch.get_num_threads()
+    return get_num_threads()
 
 
 def test_a_stage_that_is_busy_alone_has_all_threads(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_a_stage_that_is_busy_alone_has_all_threads(tmp_path: Path) -> None:
 
 def test_a_stage_with_threads_of_its_own_is_counted(tmp_path: Path) -> None:
     model, function = make(tmp_path, 0, 1, 2), make(tmp_path, 1, 1, 1)
-    torch.set_num_threads(3)
+    set_num_threads(3)
     function.take()
-    assert torch.get_num_threads() == 3, "not touched"
+    assert get_num_threads() == 3, "not touched"
     assert threads_of(model) == 1
     function.release()
     assert threads_of(model) == 2

@@ -96,7 +96,12 @@ class DiffusionInputProcessor:
         given = {name: value for name, value in given.items() if not (isinstance(value, (list, tuple)) and not value)}
         pipeline_class = self._info.class_for(given)
         self._check_media(given, pipeline_class)
-        images = read_images({"image": given.pop("image", None)}, self._config.max_pixels, keep_alpha=self._takes_alpha)
+        if "image" in given and self._info.takes_rows(pipeline_class):
+            _check_rows(given["image"])
+            images = []
+        else:
+            picture = {"image": given.pop("image", None)}
+            images = read_images(picture, self._config.max_pixels, keep_alpha=self._takes_alpha)
         if len(images) > 1 and not self._info.takes_several(pipeline_class):
             raise ValueError(f"{self._class_name} takes one input image for a prompt, not {len(images)}")
         media = read_media(given, pipeline_class, self._config, self._sound_format)
@@ -201,6 +206,16 @@ def _check_inputs(info: PipelineInfo, where: str) -> None:
         raise StageConfigError(
             f"{where}: {info.pipeline_class.__name__} needs {' and '.join(info.missing_inputs)}, which other pipelines "
             "make, and a request has only a prompt and media; use a pipeline without it"
+        )
+
+
+def _check_rows(image: Any) -> None:
+    rows = [row for row in image if isinstance(row, (list, tuple))] if isinstance(image, (list, tuple)) else []
+    is_grid = bool(rows) and len(rows) == len(image) and len({len(row) for row in rows}) == 1
+    if not is_grid or all(place is not None for place in rows[-1]):
+        raise ValueError(
+            "image must be rows of as many images each, with None in the last one for what is to be made: "
+            "[[photo, its drawing], [another photo, None]]"
         )
 
 

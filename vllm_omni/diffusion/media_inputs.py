@@ -11,7 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ _VISUAL = re.compile(r"image|mask|video|frame|hint|control")
 _SOUND = re.compile(r"audio|sound|speech|waveform")
 _WITHOUT_BATCH = ("src_audio", "reference_audio")
 """Sounds that a pipeline takes as `[channels, samples]`; all others are `[1, channels, samples]`."""
+_DEPTH_OF_ROWS = 2
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_DEPTH = 4
 
@@ -79,6 +81,13 @@ def takes_images(name: str, annotation: Any) -> bool:
     """Whether PIL images can be passed. Many pipelines declare a tensor, and take them too."""
     is_visual = _VISUAL.search(name) and "embed" not in name and dataclass_in(annotation) is None
     return "Image" in str(annotation) or bool(is_visual)
+
+
+def _takes_lists_only(name: str, annotation: Any) -> bool:
+    """Whether a single picture has to be in a list, too."""
+    members = [annotation] if get_origin(annotation) is list else get_args(annotation)
+    are_lists = [get_origin(member) is list for member in members if member is not NoneType]
+    return bool(are_lists) and all(are_lists) and not takes_frames(name, annotation)
 
 
 def takes_sound(name: str, annotation: Any) -> bool:
@@ -133,15 +142,18 @@ class MediaReader:
         self._sound_format = sound_format
         self._num_pictures = 0
 
-    def read(self, value: Any, annotation: Any) -> MediaInput:
+    def read(self, value: Any, annotation: Any, depth: int = 0) -> MediaInput:
         """
         Args:
             value: A PIL image; an array or tensor, uint8 `[height, width, channels]` or `[frames, ...]`, or anything
-                that the pipeline reads; a list of these; a sound, `(waveform, samples per second)`; a dict with the
-                fields of a dataclass.
+                that the pipeline reads; a list of these; rows of these, with None for one that the pipeline makes; a
+                sound, `(waveform, samples per second)`; a dict with the fields of a dataclass.
             annotation: The argument's type.
+            depth: How many lists it is in.
         """
         match value:
+            case Image.Image() if depth == 0 and _takes_lists_only(self._name, annotation):
+                return self.read([value], annotation)
             case Image.Image():
                 return self._read_image(value, annotation)
             case np.ndarray() | torch.Tensor():
@@ -149,7 +161,9 @@ class MediaReader:
             case (np.ndarray() | torch.Tensor(), int() | float()) if takes_sound(self._name, annotation):
                 return self._read_sound(*value)
             case list() | tuple():
-                return MediaInput(kind="items", items=[self.read(item, annotation) for item in value])
+                return MediaInput(kind="items", items=[self.read(item, annotation, depth + 1) for item in value])
+            case None if depth == _DEPTH_OF_ROWS:
+                return MediaInput(kind="plain")
             case dict():
                 return self._read_fields(value, annotation)
             case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):

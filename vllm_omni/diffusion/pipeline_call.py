@@ -6,16 +6,18 @@ The pipeline runs unchanged, in a coroutine of its own (a greenlet: a pipeline i
 Knows no pipeline by name.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import greenlet
 import torch
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipelineBlocks, SchedulerMixin
 from diffusers.guiders import BaseGuidance
+from torch.utils.hooks import RemovableHandle
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
 
@@ -28,7 +30,7 @@ class PipelineCall:
     """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
-    other calls are running.
+    other calls are running. And hooks that it puts on a module see its own calls of modules only.
 
     Attributes:
         pipe: The copy.
@@ -42,6 +44,7 @@ class PipelineCall:
         self.pipe = _copy_pipe(pipe, copies)
         self._copies = list(copies.values())
         self._shared = SharedTensors()
+        self._hooks = _CallHooks(pipe)
         self._greenlet: _CallGreenlet
 
     def start(self, arguments: dict[str, Any]) -> ModuleCall | None:
@@ -65,10 +68,10 @@ class PipelineCall:
         """Clears the copies: their hooks refer to them, and they refer to all tensors of the call."""
         for copied in self._copies:
             vars(copied).clear()
-        del self.pipe, self._copies, self._greenlet
+        del self.pipe, self._copies, self._hooks, self._greenlet
 
     def _advance(self, switch: Callable[[], Any]) -> ModuleCall | None:
-        with torch.no_grad():
+        with torch.no_grad(), self._hooks.in_place():
             value = switch()
         if not self._greenlet.dead:
             return value
@@ -77,7 +80,7 @@ class PipelineCall:
 
     def wait_for(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in the coroutine, instead of `function`; returns its output."""
-        call = ModuleCall.describe(function, args, kwargs, self._shared)
+        call = ModuleCall.describe(self._hooks.bind(function), args, kwargs, self._shared)
         assert self._greenlet.parent is not None
         return self._greenlet.parent.switch(call)
 
@@ -97,6 +100,53 @@ def _copy_pipe(pipe: DiffusionPipeline, copies: dict[int, Any]) -> DiffusionPipe
                 copies[id(component)] = copy.deepcopy(component)
             setattr(copied, name, copies[id(component)])
     return copied
+
+
+_PERMANENT_HOOKS = "transformers."
+"""Modules with this prefix put hooks on a network once, for all of its calls (`output_hidden_states`)."""
+
+
+class _CallHooks:
+    """The hooks that a call of a pipeline has put on modules (`register_forward_hook`), to read what they compute.
+
+    They are in place while the pipeline runs, and while a module call of its own is computed, which is joined with no
+    other: they would get the rows of all.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline) -> None:
+        self._modules = modules_of(pipe)
+        self._known: list[tuple[dict[int, Any], int, Any]] = []  # where a hook is, its id, and itself
+        self._first_new = 0
+        self._bound: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        for place, key, hook in self._known:
+            place[key] = hook
+        self._first_new = RemovableHandle.next_id
+        try:
+            yield
+        finally:
+            self._known = [(place, key, place.pop(key)) for place, key, _ in self._known if key in place]
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that computes a module call of the running pipeline: with its hooks, where it has any."""
+        if RemovableHandle.next_id > self._first_new:
+            self._known += self._find_new()
+        if not any(key in place for place, key, _ in self._known):
+            return function
+        return self._bound.setdefault(function, functools.partial(self._compute, function))
+
+    def _compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.in_place():
+            return function(*args, **kwargs)
+
+    def _find_new(self) -> Iterator[tuple[dict[int, Any], int, Any]]:
+        for part in (part for module in self._modules.values() for part in module.modules()):
+            for place in (part._forward_pre_hooks, part._forward_hooks):
+                for key, hook in place.items():
+                    if key >= self._first_new and not str(hook.__module__).startswith(_PERMANENT_HOOKS):
+                        yield place, key, hook
 
 
 class _CallGreenlet(greenlet.greenlet):

@@ -34,8 +34,10 @@ MODULAR_INDEX = "modular_model_index.json"
 _OUTPUT_FIELDS: dict[str, OutputType] = {"frames": "video", "audios": "audio"}
 SOUND_FIELD = "audio"
 """The field of the sound of videos, beside `frames`."""
+# By signature they take one tensor as `image`; in fact rows of images, with None for those that they make.
+_ROWS_OF_IMAGES = ("VisualClozePipeline", "VisualClozeGenerationPipeline")
 # By signature their image is optional; in fact they fail without one.
-_NEEDS_IMAGES = ("QwenImageLayeredPipeline",)
+_NEEDS_IMAGES = ("QwenImageLayeredPipeline", *_ROWS_OF_IMAGES)
 # Inputs that every pipeline fails without, also where they are optional by signature.
 _ALWAYS_NEEDED = (
     "mask_image", "control_image", "control_mask", "control_video", "conditioning_frames", "original_image",
@@ -171,6 +173,10 @@ class PipelineInfo:
             if any(nets in str(each) for each in classes for nets in _SEVERAL_NETS):
                 return True
         return takes_several_images(pipeline_class, name)
+
+    def takes_rows(self, pipeline_class: type) -> bool:
+        """Whether an `image` is rows of images, with None for those that the pipeline makes."""
+        return pipeline_class.__name__ in _ROWS_OF_IMAGES
 
     def image_argument(self, pipeline_class: type, images: list[Any]) -> Any:
         """The images of one prompt as the pipeline's call takes them."""

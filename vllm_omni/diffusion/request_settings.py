@@ -113,7 +113,7 @@ _COSTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"frames|video_length|_chunk_size$"), "max_frames"),
     (re.compile(r"^layers$|ensemble_size|^num_.*_per_|batch_size"), "max_outputs"),
     (re.compile(r"duration|seconds|_in_s$"), "max_seconds"),
-    (re.compile(r"resolution$|^height|^width|image_size$"), "max_pixels"),
+    (re.compile(r"resolution$|(^|_)(height|width)|image_size$"), "max_pixels"),
     (re.compile(r"sequence_length$|_tokens$"), ""),
 )
 _MOST_TOKENS = 1024

@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.openai.http_protocol import http_protocol
 from vllm_omni.entrypoints.openai.sse import ClosingResponse, comment_line, sse_line, sse_response
 from vllm_omni.errors import PipelineFullError
 
+GROUP = "llm"
 FLAG = "--resumable-streams"
 LINES = [sse_line({"number": number}, "made" if number % 2 else "") for number in range(6)]
 EVENTS = [b"id: %d\n%b" % (number, line) for number, line in enumerate(LINES, start=1)]

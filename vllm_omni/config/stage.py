@@ -2,7 +2,7 @@
 """One stage of a pipeline: its keys in the YAML file, and its kind, which decides what they mean."""
 
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -227,6 +227,7 @@ class StageKind:
             takes what it needs.
         leaves_no_room: Without `runtime.memory` it needs all that other stages leave of a device.
         quantization: A quantization that it can do while it loads, for hints.
+        reads_weights: A step reads the weights of its checkpoint: stages share a CPU's cores by their bytes.
         spins: All of its threads compute each operation of a step, and wait for the slowest one.
         verbs: What an operator can ask of it (`vllm_omni.control`).
         text_has_tensors: Callers receive the tensors that it makes beside a text; else only other stages do.
@@ -245,6 +246,7 @@ class StageKind:
     budget_argument: str | None = None
     leaves_no_room = False
     quantization: str | None = None
+    reads_weights = False
     spins = False
     verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
     text_has_tensors = False
@@ -392,14 +394,6 @@ class StageKind:
 
     def describe_python(self) -> str | None:
         """The Python of a stage that has its own, for people; None: it runs in this one."""
-
-    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
-        """About how many bytes of weights a step reads; None: unknown. Stages share a CPU's cores by it.
-
-        Args:
-            parts: Names of the stages with the same checkpoint, this one's too.
-        """
-        return None
 
     def memory_needs(self, config: Any, model: str) -> Any:
         """The `StageNeeds` of a stage of the pipeline `config`; None: it has no model.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that run a diffusers pipeline, or a part of one."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class Diffusion(StageKind):
     takes_settings = True
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
+    reads_weights = True
     verbs = StageKind.verbs | WEIGHT_VERBS | {
         AddLoRA, ResetEncoderCache, Sleep, StartProfile, StopProfile, WakeUp,
     }  # fmt: skip
@@ -82,11 +83,6 @@ class Diffusion(StageKind):
                 yield name, info.pipeline_class.__name__, "checkpoint: model_index.json"
             elif value is not None and value != {}:
                 yield name, value, "default"
-
-    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
-        from vllm_omni.placement.checkpoint_weights import weight_bytes
-
-        return weight_bytes(self.stage.checkpoint(model), self.stage.name, parts)
 
     def memory_needs(self, config: PipelineConfig, model: str) -> "StageNeeds":
         from vllm_omni.placement.memory_needs import diffusers_needs

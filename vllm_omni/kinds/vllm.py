@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that run a vLLM engine: autoregressive, one-step generation, and transcription."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -44,6 +44,7 @@ class _VllmStage(StageKind):
     parallel_sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     budget_argument = "gpu_memory_utilization"
     quantization = "fp8"
+    reads_weights = True
     spins = True
     verbs = StageKind.verbs | WEIGHT_VERBS | {
         AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, StartProfile, StopProfile,
@@ -92,11 +93,6 @@ class _VllmStage(StageKind):
         from vllm_omni.engine.stage_args import computed_arguments
 
         return computed_arguments(self.stage, model, self.engine_type)
-
-    def weight_bytes(self, model: str, parts: Collection[str]) -> int | None:
-        from vllm_omni.placement.checkpoint_weights import weight_bytes
-
-        return weight_bytes(self.stage.checkpoint(model), self.stage.name, parts)
 
     def memory_needs(self, config: PipelineConfig, model: str) -> "StageNeeds":
         from vllm_omni.placement.memory_needs import vllm_needs

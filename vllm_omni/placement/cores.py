@@ -4,6 +4,7 @@
 The parent assigns and checks the cores of all stages before anything starts; a stage's process binds itself.
 """
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -13,7 +14,11 @@ from vllm.platforms import current_platform
 from vllm_omni.config.resources import instance_cpus
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
+from vllm_omni.placement.checkpoint_weights import weight_bytes
 from vllm_omni.placement.spec import StagePlacement
+
+_BYTES_PER_THREAD = 1 << 25
+"""Of weights. A step that reads less for each thread ends no sooner, and its threads wait on cores that others need."""
 
 _Requested = list[tuple[StageInstance, list[int] | int | None]]
 
@@ -60,8 +65,8 @@ def share_threads(
 
     Of the bytes of weights that all of them read, a replica's part is its part of the cores; one whose weights are
     unknown has an equal part. What others do not use at the moment is for replicas each of whose operations needs all
-    threads (`StageKind.spins`), but for one core where there are more than two, or one replica: an operation ends with
-    its slowest thread, and the caller's process has work, too.
+    threads (`StageKind.spins`), if they read enough weights for them. Where there are more than two cores, or one
+    replica, a core is left: an operation ends with its slowest thread, and the caller's process has work, too.
     """
     sizes = {instance.instance_id: _weight_bytes(config, model, instance.stage) for instance in instances}
     equal = max(1, num_cores // max(1, len(instances)))
@@ -73,7 +78,10 @@ def share_threads(
         most = least
         if instance.stage.kind.spins:
             most = max(1, num_cores - int(num_cores > 2 or len(instances) == 1))
-        yield instance, min(least, most), most
+            least = min(least, most)
+            if size:
+                most = max(least, min(most, math.ceil(size / _BYTES_PER_THREAD)))
+        yield instance, least, most
 
 
 def bind_cores(placement: StagePlacement) -> None:
@@ -109,10 +117,12 @@ def _join(numbers: set[int] | list[int]) -> str:
 
 
 def _weight_bytes(config: PipelineConfig, model: str, stage: OmniStageConfig) -> int | None:
-    """Bytes of weights that a stage reads in a step, if known."""
+    """About how many bytes of weights a step of a stage reads; None: unknown."""
+    if not stage.kind.reads_weights:
+        return None
     checkpoint = stage.checkpoint(model)
-    return stage.kind.weight_bytes(
-        model, {other.name for other in config.stage_args if other.checkpoint(model) == checkpoint}
+    return weight_bytes(
+        checkpoint, stage.name, {other.name for other in config.stage_args if other.checkpoint(model) == checkpoint}
     )
 
 

@@ -106,7 +106,8 @@ def can_pack(layer: Any) -> bool:
         return False
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or not weight.numel():
         return False
-    return bool((weight.half().float() - weight).abs_().max() <= _TOLERANCE)  # False for infinities.
+    half = weight.half().float()
+    return torch.equal(half, weight) or bool((half - weight).abs_().max() <= _TOLERANCE)  # False for infinities.
 
 
 def _multiply(

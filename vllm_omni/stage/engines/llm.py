@@ -97,8 +97,10 @@ class LLMStageEngine(StageEngine):
         self._engine_args = create_engine_args(model, engine_type=engine_type, **engine_args)
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
+            from vllm_omni.engine.whisper_processor import make_processor_of_parts
             from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
 
+            make_processor_of_parts()
             self._request_class = TranscribingRequest
         self._playing_time = PlayingTime(sample_rate)
         self._engine: OmniLLMEngine

@@ -52,6 +52,9 @@ def test_other_layers_are_not_packed() -> None:
     layer._cpu_skip_gemm_dispatch = True
     assert not can_pack(layer)
     assert not can_pack(make_layer(torch.float16).half())
+    layer = make_layer(torch.float16)
+    layer.weight[3, 4] = torch.inf
+    assert not can_pack(layer)
 
 
 @pytest.mark.parametrize("method", [HalfLinearMethod, HalfEmbeddingMethod])

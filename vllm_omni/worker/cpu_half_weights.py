@@ -106,8 +106,10 @@ def can_pack(layer: Any) -> bool:
         return False
     if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32 or not weight.numel():
         return False
+    if not weight.sum().isfinite():
+        return False
     half = weight.half().float()
-    return torch.equal(half, weight) or bool((half - weight).abs_().max() <= _TOLERANCE)  # False for infinities.
+    return torch.equal(half, weight) or bool((half - weight).abs_().max() <= _TOLERANCE)
 
 
 def _multiply(

@@ -7,7 +7,6 @@ after 6.2 s so, and is after 3.2 s.
 """
 
 import dataclasses
-from typing import Any
 
 from transformers import WhisperProcessor
 from vllm.model_executor.models.whisper import WhisperForConditionalGeneration, WhisperProcessingInfo
@@ -21,5 +20,5 @@ class _ProcessingInfo(WhisperProcessingInfo):
 
 def make_processor_of_parts() -> None:
     """Has vLLM do so for Whisper in this process. May be called twice."""
-    model: Any = WhisperForConditionalGeneration
-    model._processor_factory = dataclasses.replace(model._processor_factory, info=_ProcessingInfo)
+    factories = WhisperForConditionalGeneration._processor_factory
+    WhisperForConditionalGeneration._processor_factory = dataclasses.replace(factories, info=_ProcessingInfo)

@@ -10,6 +10,7 @@ from vllm import envs
 
 from tests.entrypoints.conftest import start
 from vllm_omni import OmniLLM
+from vllm_omni.placement import cores
 
 PROMPT = "<|im_start|>user\na hen and a fox<|im_end|>\n<|im_start|>assistant\n"
 
@@ -26,6 +27,7 @@ def answer(llm: OmniLLM) -> list[int]:
 def test_a_stage_that_is_busy_alone_computes_with_the_cores_of_others(
     tiny_qwen3_omni_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cores, "_BYTES_PER_THREAD", 1 << 20)  # So that the tiny weights are worth several threads.
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # Functions are sent to the stages.
     envs.disable_envs_cache()
     num_cores = len(os.sched_getaffinity(0))

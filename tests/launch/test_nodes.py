@@ -80,7 +80,7 @@ class Cluster:
     def close(self) -> None:
         self.nodes.close()
         for server in self._started:
-            server.wait(20)
+            server.wait(60)
         self._authenticator.stop()
         self._context.destroy(linger=0)
 

@@ -178,9 +178,12 @@ def import_path(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """One that the system gives to nobody by itself (those are above 32767), since a server takes it much later."""
+    """One that the system gives to nobody by itself (those are above 32767), since a server takes it much later; nor
+    does another process of the same run of tests get it."""
+    number, count = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    step = int(count or 1)
     while True:
-        port = 20_000 + secrets.randbelow(10_000)
+        port = 20_000 + step * secrets.randbelow(10_000 // step) + number
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

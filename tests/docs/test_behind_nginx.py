@@ -115,13 +115,13 @@ def test_serves_the_api_and_its_docs(proxy: str) -> None:
     body = {"input": "2 pieces", "voice": "default", "response_format": "pcm"}
     speech = httpx.post(f"{proxy}/v1/audio/speech", json=body, timeout=60)
     assert (speech.status_code, len(speech.content)) == (200, 2 * 2 * 8000)
-    page = httpx.get(f"{proxy}/docs")
+    page = httpx.get(f"{proxy}/docs", timeout=60)
     for file in re.findall(r'static/[^"]+', page.text):
-        assert httpx.get(f"{proxy}/{file}").status_code == 200
+        assert httpx.get(f"{proxy}/{file}", timeout=60).status_code == 200
 
 
 def test_passes_the_addresses_on(proxy: str) -> None:
-    with httpx.Client(transport=httpx.HTTPTransport(local_address=CLIENT)) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=CLIENT), timeout=60) as client:
         assert client.get(f"{proxy}/address").json() == [CLIENT, f"{proxy}/address"]
 
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.orchestrator.pipelines import TIMEOUT_S
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
 from vllm_omni.distributed.curve import Authenticator, CurveKeys
@@ -60,7 +61,7 @@ class Cluster:
         lifeline.sendall(encode_spec(name, name, self.nodes.address, self.keys))
         self.lifelines[name] = lifeline
         self.servers[name] = psutil.Process(self._started[-1].pid)
-        self.run_dirs[name] = Path(self.nodes.wait_for(name, 60))
+        self.run_dirs[name] = Path(self.nodes.wait_for(name, TIMEOUT_S))
 
     def fork(self, name: str) -> RemoteStageProcess:
         spec = StageSpec(
@@ -71,7 +72,7 @@ class Cluster:
             ),
             connector=ConnectorConfig(name="InlineConnector"),
         )
-        return self.nodes.fork(name, msgspec.json.encode(spec), 60)
+        return self.nodes.fork(name, msgspec.json.encode(spec), TIMEOUT_S)  # The first waits for imports.
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The server's, and those below it."""
@@ -80,7 +81,7 @@ class Cluster:
     def close(self) -> None:
         self.nodes.close()
         for server in self._started:
-            server.wait(20)
+            server.wait(60)
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
@@ -172,10 +173,10 @@ def test_a_process_starts_and_is_killed(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_an_error(cluster: Cluster) -> None:
-    process = cluster.nodes.fork("h1", b"[]", 60)
+    process = cluster.nodes.fork("h1", b"[]", TIMEOUT_S)
     assert "ValidationError" in end_of(process)
     with pytest.raises(EOFError, match="the node is lost"):
-        cluster.nodes.fork("h2", b"[]", 60)
+        cluster.nodes.fork("h2", b"[]", TIMEOUT_S)
 
 
 @pytest.mark.slow

@@ -122,11 +122,11 @@ def test_what_does_not_fit_is_one_error_with_what_there_is(cluster: Any) -> None
 
 def test_resources_in_use_are_waited_for(cluster: Any) -> None:
     config = make_config(*stages({"h1": 0.1, "CPU": 0}, {"h2": 1}, {"h3": 1}), distributed_backend="ray")
-    first = open_cluster(config, 5)
+    first = open_cluster(config, 60)
     with pytest.raises(PipelineStartError, match="not free within 1 s"):
         open_cluster(config, 1)
     first.close()
-    open_cluster(config, 20).close()
+    open_cluster(config, 60).close()
 
 
 def test_a_node_that_does_not_exist_is_an_error(cluster: Any) -> None:

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.forked_programs import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
-from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator
+from tests.orchestrator.pipelines import TRIANGLE, Caller, fresh_stats, make_config, open_orchestrator
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
@@ -72,7 +72,7 @@ def test_all_observers_of_a_pipeline(collector: Collector, spans_here: InMemoryS
         slow = caller.submit("slow", fake_seconds=60)
         orchestrator.abort([slow])
         caller.wait_one()
-        wait_until(lambda: all(stats.num_running == stats.queue_depth == 0 for stats in orchestrator.stats()))
+        wait_until(lambda: all(stats.num_running == stats.queue_depth == 0 for stats in fresh_stats(orchestrator)))
         found = scrape()
     finally:
         orchestrator.close()

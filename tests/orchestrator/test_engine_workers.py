@@ -24,7 +24,7 @@ from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 ray = pytest.importorskip("ray")
 
 GROUP = "machines"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # Each test starts several engines.
 PLATFORM = """
 from vllm.platforms.cpu import CpuPlatform
 

@@ -25,9 +25,11 @@ from tests.servers import free_port, running_program
 
 if TYPE_CHECKING:
     from openai import OpenAI
-    from playwright.sync_api import Browser, Locator, Page, Playwright
+    from playwright.sync_api import Browser, Locator, LocatorAssertions, Page, Playwright
 
 CHROMIUM = shutil.which("chromium")
+PATIENCE_MS = 240_000
+"""Of every wait: it only reports a failure before pytest's own limit."""
 RATE = 24000
 """Samples per second of `played`."""
 QUESTION = "what is in the picture"
@@ -115,7 +117,7 @@ def open_page(browser: Browser, url: str, *, speaks: bool = False, **options: ob
         options: The context's.
     """
     page = browser.new_context(**options).new_page()  # type: ignore[arg-type]
-    page.set_default_timeout(240_000)
+    page.set_default_timeout(PATIENCE_MS)
     page.add_init_script(LATE_CLOCK + RECORD + (MICROPHONE if speaks else ""))
     page.goto(url)
     return page
@@ -125,6 +127,14 @@ def log_in(page: Page, name: str, password: str) -> None:
     page.get_by_label("username").fill(name)
     page.get_by_label("password").fill(password)
     page.get_by_role("button", name="Login").click()
+
+
+def expect(locator: Locator) -> LocatorAssertions:
+    """Assertions of what is not there yet: Gradio draws the components that an answer changes one after the other."""
+    from playwright import sync_api  # of the extra `test`
+
+    sync_api.expect.set_options(timeout=PATIENCE_MS)
+    return sync_api.expect(locator)
 
 
 def tabs(page: Page) -> list[str]:
@@ -209,10 +219,6 @@ def stages_of_last_request(page: Page) -> list[str]:
     timeline = page.locator("#stages-timeline")
     timeline.locator(".track i").first.wait_for()
     return [name for name in timeline.locator(".row > :first-child").all_inner_texts() if name]
-
-
-def wait_until_disabled(button: Locator) -> None:
-    button.page.wait_for_function("button => button.disabled", arg=button.element_handle())
 
 
 def played(page: Page) -> np.ndarray:

@@ -57,10 +57,9 @@ def test_asks_by_voice_about_a_picture_and_hears_the_answer(
     web.speak(page, web.speech(talking_server.openai(api_key=KEY), web.QUESTION))
     web.send(page)
     heard = web.wait_until_played(page)
-    assert page.locator("#chat .bot audio").count() == 1  # In the chat, and only there.
-    answer = web.answers(page).last.inner_text()
+    web.expect(page.locator("#chat .bot audio")).to_have_count(1)  # In the chat, and only there.
+    web.expect(web.answers(page).last).to_have_text(describe(scene))
     page.context.close()
-    assert answer == describe(scene)
     words = split_words(describe(scene))
     assert count_understood(words, Recognizer().words(heard, web.RATE)) >= 0.75 * len(words)
 
@@ -84,13 +83,13 @@ def test_stopped_in_the_middle(page: Page, talking_server: RunningServer) -> Non
     stop.click()
     page.locator("#chat-player audio").wait_for(state="detached")
     web.answers(page).get_by_text("Stopped.").wait_for()
-    assert stop.is_disabled()
+    web.expect(stop).to_be_disabled()
     web.wait_until_aborted(talking_server.url, before, KEY)
     page.locator("#chat-clear").click()
     web.answers(page).first.wait_for(state="detached")
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
-    web.wait_until_disabled(stop)
+    web.expect(stop).to_be_disabled()
     assert web.answers(page).get_by_text("Stopped.").count() == 0
 
 
@@ -103,7 +102,7 @@ def test_a_message_ends_the_answer_before(page: Page, talking_server: RunningSer
     web.answers(page).get_by_text("Stopped.").wait_for()  # One, and not at once: the page draws the chat again.
     web.wait_until_aborted(talking_server.url, before, KEY)
     assert web.wait_until_played(page).any()
-    web.wait_until_disabled(page.locator("#chat-stop"))
+    web.expect(page.locator("#chat-stop")).to_be_disabled()
 
 
 def test_an_example_is_asked_at_a_click(page: Page) -> None:
@@ -119,8 +118,8 @@ def test_a_refused_picture_keeps_its_message(page: Page, tmp_path: Path) -> None
         for i in range(2):  # The second time as it was given back.
             web.send(page, "what is in the picture")
             page.get_by_text(reason).nth(i).wait_for()
-            page.locator("#chat-box .thumbnail-item").wait_for()  # The page may draw the box after the chat.
-            page.wait_for_function("document.querySelector('#chat-box textarea').value === 'what is in the picture'")
+            web.expect(page.locator("#chat-box .thumbnail-item")).to_have_count(1)
+            web.expect(page.locator("#chat-box textarea")).to_have_value("what is in the picture")
         page.get_by_label("Remove file").click()
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
@@ -132,7 +131,8 @@ def test_two_tabs_at_once(browser: Browser, page: Page, talking_server: RunningS
     web.send(other, "Say: a blue square")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
     web.answers(other).get_by_text("A blue square.", exact=True).wait_for()
-    assert web.answers(page).count() == web.answers(other).count() == 1
+    for each in (page, other):
+        web.expect(web.answers(each)).to_have_count(1)
     other.context.close()
 
 
@@ -166,7 +166,7 @@ def test_an_error_says_what_the_server_said(page: Page) -> None:
     error.wait_for()
     assert "temperature" in error.inner_text()
     assert "Traceback" not in page.content()
-    assert page.locator("#chat-box textarea").input_value() == "Say: a red circle"
+    web.expect(page.locator("#chat-box textarea")).to_have_value("Say: a red circle")
 
 
 def test_a_stage_is_sampled_as_chosen(page: Page, talking_server: RunningServer) -> None:
@@ -187,9 +187,9 @@ def test_a_stage_is_sampled_as_chosen(page: Page, talking_server: RunningServer)
 def test_the_stages_at_work_and_one_request(page: Page) -> None:
     web.send(page, "Say: a red circle")
     web.answers(page).get_by_text("A red circle.", exact=True).wait_for()
-    web.wait_until_disabled(page.locator("#chat-stop"))  # Its speech has ended, too.
+    web.expect(page.locator("#chat-stop")).to_be_disabled()  # Its speech has ended, too.
     assert web.stages_of_last_request(page) == ["thinker", "talker", "code2wav"]
-    assert page.locator("#stages-cards").get_by_text("ready").count() == 3
+    web.expect(page.locator("#stages-cards").get_by_text("ready")).to_have_count(3)
 
 
 def test_the_timeline_moves_while_a_request_runs(page: Page) -> None:
@@ -197,8 +197,7 @@ def test_the_timeline_moves_while_a_request_runs(page: Page) -> None:
     page.get_by_role("tab", name="Stages").click()
     talker = page.locator("#stages-timeline .row", has_text="talker").locator("span").last
     talker.wait_for()
-    seen = talker.inner_text()
-    page.wait_for_function("([bar, seen]) => bar.innerText !== seen", arg=[talker.element_handle(), seen])
+    web.expect(talker).not_to_have_text(talker.inner_text())
     page.get_by_role("tab", name="Chat").click()
     page.locator("#chat-stop").click()
     web.answers(page).get_by_text("Stopped.").wait_for()
@@ -243,7 +242,7 @@ def test_speech_has_the_format_that_was_chosen(page: Page, name: str, begins: by
     page.locator("#speech-speak").click()
     assert web.wait_until_played(page).any()
     assert saved_speech(page).startswith(begins)
-    assert page.locator("#speech-stop").is_disabled()
+    web.expect(page.locator("#speech-stop")).to_be_disabled()
 
 
 def test_offers_what_the_model_does(page: Page) -> None:

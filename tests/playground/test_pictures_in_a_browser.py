@@ -68,7 +68,7 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         page.wait_for_function("text => document.querySelector('#images-prompt textarea').value === text", arg=SENTENCE)
         page.locator("#images-generate").click()
         assert agrees(find_shapes(painting(page)), SENTENCE)
-        web.wait_until_disabled(page.locator("#images-stop"))
+        web.expect(page.locator("#images-stop")).to_be_disabled()
         assert web.stages_of_last_request(page) == ["diffusion"]
         page.get_by_role("tab", name="Images").click()
 
@@ -81,7 +81,7 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         page.locator("#images-state").get_by_text("A preview").wait_for()
         page.locator("#images-stop").click()
         page.locator("#images-state").get_by_text("Stopped").wait_for()
-        assert page.locator("#images-stop").is_disabled()
+        web.expect(page.locator("#images-stop")).to_be_disabled()
         web.wait_until_aborted(server.url, before)
 
         paint(page)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,16 +79,17 @@ def test_asks_by_voice_and_hears_the_answer(page: Page, talking_server: RunningS
     talk, stop = page.locator("#realtime-talk"), page.locator("#realtime-stop")
     assert stop.is_disabled()
     call(page)
-    assert talk.is_disabled()
+    web.expect(talk).to_be_disabled()
     question = web.speech(talking_server.openai(api_key=KEY), web.QUESTION).tolist()
     page.evaluate(RECORD_STATES)
     page.evaluate("samples => window.say(samples)", question)
     state(page, "Speaking").wait_for()
     state(page, "Listening").wait_for()
+    web.expect(lines(page, "user").last).to_have_text(re.compile(r"\.$"))  # A transcript comes beside the answer.
     stop.click()
     state(page, "Ended").wait_for()
-    web.wait_until_disabled(stop)
-    assert talk.is_enabled()
+    web.expect(stop).to_be_disabled()
+    web.expect(talk).to_be_enabled()
     assert page.evaluate("window.states") == ["Listening", "Thinking", "Speaking", "Listening", "Ended"]
     assert page.evaluate("window.levels.Listening > 0 && window.levels.Speaking > 0")
     assert page.locator("#realtime-call .delay").inner_text().startswith("first sound after ")
@@ -129,5 +131,5 @@ def test_a_refused_picture_ends_the_call(page: Page, tmp_path: Path) -> None:
     page.locator("#realtime-talk").click()
     state(page, "Ended").wait_for()
     assert lines(page, "error").count() == 1
-    web.wait_until_disabled(page.locator("#realtime-stop"))
-    assert page.locator("#realtime-talk").is_enabled()
+    web.expect(page.locator("#realtime-stop")).to_be_disabled()
+    web.expect(page.locator("#realtime-talk")).to_be_enabled()

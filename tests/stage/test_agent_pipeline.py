@@ -56,8 +56,8 @@ def test_a_crash_is_named_and_the_stage_restarts() -> None:
         assert isinstance(error, StageCrashError) and words in str(error)
         assert answer(caller, "abc") == "abc"
         process = int(answer(caller, "process"))
-        os.kill(process, signal.SIGKILL)  # while it is idle
         before = restarts_of(caller, "own")
+        os.kill(process, signal.SIGKILL)  # while it is idle
         wait_until(lambda: restarts_of(caller, "own") > before and is_ready(caller))
         assert "was killed by SIGKILL" in caller.orchestrator.health()[1].last_death
         assert answer(caller, "abc") == "abc"

@@ -636,8 +636,8 @@ class Orchestrator:
         self._stats = {instance: stats for instance, stats in self._stats.items() if instance != stage.instance_id}
 
     def _on_stats(self, stage: StageHandle, stats: StageStats) -> None:
+        self._observer.stage_stats(stats)  # First: whoever sees them finds them in the metrics.
         self._stats = {**self._stats, stage.instance_id: stats}
-        self._observer.stage_stats(stats)
 
 
 def _future() -> Future[Any]:

@@ -123,11 +123,11 @@ def test_what_a_client_does_not_read_is_limited_in_bytes(llm: AsyncOmniLLM, how:
 def test_a_client_that_reads_slowly_gets_its_answer() -> None:
     app = make_app()
     app.get("/big")(lambda: Response(BIG))
-    with over_http(app, http=http_protocol(0.5)) as url, Reader(url, "/big") as reader:
+    with over_http(app, http=http_protocol(1)) as url, Reader(url, "/big") as reader:
         started, received = time.monotonic(), 0
         while chunk := reader.read(1 << 20):
             received += len(chunk)
-            if time.monotonic() - started < 3:  # Many times as long as a client may read nothing.
+            if time.monotonic() - started < 3:  # Longer than a client may read nothing.
                 time.sleep(0.05)
     assert received > len(BIG)
 

@@ -28,7 +28,7 @@ SPEECH = np.full(12_000, 16_384, "<i2")
 PAUSE = np.zeros(2400, "<i2")
 """100 ms, which are a pause; three of them end a turn."""
 HEARING: Any = {"turn_detection": {"type": "server_vad"}}
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 _ID = re.compile(r"\b(?:event|item|resp|conv|call)_[0-9a-f]{8,}")
 
 Begun = Callable[[int], Awaitable[None]]

@@ -395,7 +395,7 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
         )
     if arguments.get("weight_transfer_config") is not None:
         raise StageConfigError(
-            "weight_transfer_config: new weights come from folders, not over NCCL or CUDA IPC (docs/operation.md#weights); "
+            "weight_transfer_config: new weights come from folders, not over NCCL or CUDA IPC (docs/operation.md); "
             "remove it"
         )
     if not settings.emits_rows:

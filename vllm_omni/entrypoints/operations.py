@@ -56,7 +56,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 """vLLM's."""
 
 _ONLY_FOLDERS = (
-    "weights come from a folder of safetensors, which may be in shared memory, and not over NCCL or CUDA IPC: these write "
+    "weights come from a folder of safetensors, which may be in shared memory, not over NCCL or CUDA IPC: these write "
     "into the weights that stages compute with, so that an update which fails would leave stages with others"
 )
 

@@ -162,6 +162,10 @@ class TestResponses:
         with pytest.raises(openai.BadRequestError, match=words):
             respond(app, given, stream=stream)
 
+    def test_a_tool_for_pictures(self, app: FastAPI) -> None:
+        with pytest.raises(openai.BadRequestError, match="this model cannot paint; it outputs text, audio"):
+            respond(app, QUESTION, tools=[{"type": "image_generation"}])
+
     def test_an_unknown_response(self, app: FastAPI) -> None:
         for call in (
             lambda client: client.responses.retrieve("resp_nothing"),

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses for a pipeline that writes text: vLLM's handler, with a store that is bounded and belongs to a key.
 
-The text of an answer is all of it: OpenAI's API has no speech there.
+An answer has text, and pictures where the request has OpenAI's tool for them; OpenAI's API has no speech there.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, Self
 
 from fastapi import APIRouter, Request
 from openai.types.responses import ResponseFunctionToolCall
+from openai.types.responses.response_output_item import ImageGenerationCall
 from pydantic import ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
 from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
@@ -24,6 +26,7 @@ from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.image_calls import CALL, image_call_events, make_image_calls, read_image_tool
 from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import MIB
@@ -89,14 +92,55 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""
         names = explicit_fields(request)
         names |= {"max_tokens"} if request.max_output_tokens is not None else set()
-        RequestContext.current().options = RequestOptions(explicit_fields=names)
+        stage_params = None
+        if request.tool_choice != "none":
+            stage_params = read_image_tool(request.tools, self.client.config)
+        RequestContext.current().options = RequestOptions(
+            modalities=("text",) if stage_params is None else ("text", "image"),
+            stage_params=stage_params,
+            explicit_fields=names,
+            keeps_media=stage_params is not None,
+        )
         if (previous := request.previous_response_id) is not None and previous not in self.msg_store:
             self.response_store.pop(previous, None)  # Else the answer would be to its last message alone.
         if isinstance(request.input, list):
             calls = self._earlier_calls(request.previous_response_id)
-            items: list[Any] = list(request.input)
+            # The model reads the texts of earlier answers, not their pictures.
+            items: list[Any] = [item for item in request.input if _type_of(item) != CALL]
             request.input = [*calls, *(items if self.asr_stage is None else await self.asr_stage.as_text(items))]
         return await super().create_responses(request, raw_request)
+
+    async def responses_full_generator(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> Any:
+        answer = await super().responses_full_generator(request, *args, **kwargs)
+        if isinstance(answer, ResponsesResponse) and (calls := await _take_image_calls()):
+            answer.output += calls
+            if self.response_store.get(answer.id) is answer:
+                self.response_store[answer.id] = answer  # Its pictures count, too.
+        return answer
+
+    async def _process_simple_streaming_events(
+        self,
+        request: ResponsesRequest,
+        sampling_params: Any,
+        result_generator: Any,
+        context: Any,
+        model_name: str,
+        tokenizer: Any,
+        request_metadata: Any,
+        created_time: int,
+        _increment_sequence_number_and_return: Callable[[Any], Any],
+    ) -> AsyncGenerator[Any, None]:
+        """The events of the text, and, once it is painted, those of a picture."""
+        number = _increment_sequence_number_and_return
+        async for event in super()._process_simple_streaming_events(
+            request, sampling_params, result_generator, context, model_name, tokenizer, request_metadata, created_time,
+            number,
+        ):  # fmt: skip
+            yield event
+        for call in await _take_image_calls():
+            for event in image_call_events(call, len(context.streamed_output_items), number):
+                yield event
+            context.streamed_output_items.append(call)
 
     async def _run_background_request_stream(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> None:
         """vLLM keeps the events of a stream while it is made; here they count once they are all there."""
@@ -112,6 +156,16 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         previous = None if response_id is None else self.response_store.get(response_id)
         outputs = [] if previous is None else previous.output
         return [item for item in outputs if isinstance(item, ResponseFunctionToolCall)]
+
+
+async def _take_image_calls() -> list[ImageGenerationCall]:
+    """Those of the current request, once."""
+    events, RequestContext.current().completed = RequestContext.current().completed, []
+    return [call for event in events for call in await asyncio.to_thread(make_image_calls, event)]
+
+
+def _type_of(item: Any) -> str | None:
+    return item.get("type") if isinstance(item, Mapping) else item.type
 
 
 class OwnedStore(MutableMapping[str, Any]):

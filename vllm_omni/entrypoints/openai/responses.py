@@ -10,7 +10,9 @@ import asyncio
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
+from mimetypes import guess_type
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from openai.types.responses import ResponseFunctionToolCall
@@ -21,6 +23,7 @@ from vllm.entrypoints.openai.responses.api_router import create_responses as vll
 from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
@@ -57,11 +60,13 @@ class OmniResponsesRequest(ResponsesRequest):
         request = check({**data, "input": items} if media else data)
         for i, j, part in media:
             read: Any = request.input[i]
-            read["content"][j] = read_part(part, f"input[{i}].content[{j}]")
+            where = f"input[{i}].content[{j}]"
+            read["content"][j] = read_part(_read_file(part, where) if part["type"] == _FILE else part, where)
         return request
 
 
-_MEDIA = ("input_audio", "audio_url", "video_url", "image_url")
+_FILE = "input_file"
+_MEDIA = ("input_audio", "audio_url", "video_url", "image_url", _FILE)
 _PLACEHOLDER = {"type": "input_text", "text": ""}
 
 
@@ -72,6 +77,28 @@ def _parts(item: Any) -> list[Any]:
 
 def _is_media(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _MEDIA
+
+
+def _read_file(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A file as the image, sound or video that its name, or its data URI, says it is.
+
+    Raises:
+        VLLMValidationError: It is none of these, or is not in the request.
+    """
+    url, name = part.get("file_data") or part.get("file_url"), part.get("filename")
+    if not isinstance(url, str):
+        raise VLLMValidationError(f"{where} is an {_FILE} without file_data and file_url", parameter=where)
+    media_type = url[len("data:") :].partition(";")[0] if url[:5].lower() == "data:" else None
+    media_type = media_type or guess_type(name if isinstance(name, str) and name else urlsplit(url).path)[0] or ""
+    kind = media_type.partition("/")[0]
+    if kind not in ("image", "audio", "video"):
+        given = media_type or "an unknown type"
+        raise VLLMValidationError(
+            f"{where} is an {_FILE} of {given}; it may be an image, a sound or a video", parameter=where
+        )
+    if part.get("file_data") and url[:5].lower() != "data:":
+        url = f"data:{media_type};base64,{url}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 class OmniServingResponses(OmniServing, OpenAIServingResponses):

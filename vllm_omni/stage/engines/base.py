@@ -204,7 +204,8 @@ class StageEngine(ABC):
         always_compiles: Any step may compile something, not only the first one.
         weight_version: Of the weights that it computes with; empty: not known.
         cores: Those of a CPU that it shares with other stages; None: it has its own.
-        profiler: Of this process; None: it has none, or the engine has its own.
+        has_own_profiler: The engine's workers have vLLM's.
+        profiler: Of this process; None: it has none.
         on_failure: Called from any thread when the engine is broken outside of a step.
         processes: Ids of other processes of the engine on this machine; set by `start`.
     """
@@ -212,6 +213,7 @@ class StageEngine(ABC):
     capacity: int
     processes: Sequence[int] = ()
     always_compiles = False
+    has_own_profiler = False
 
     def __init__(self, outbox: Outbox) -> None:
         # Not a `SimpleQueue`: its `get` with a timeout waits for ever if its thread is interrupted for longer than the

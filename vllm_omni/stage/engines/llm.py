@@ -67,6 +67,8 @@ class LLMStageEngine(StageEngine):
     raises alone fails with its own error.
     """
 
+    has_own_profiler = True
+
     def __init__(
         self,
         outbox: Outbox,

@@ -208,8 +208,9 @@ class _Noise(TorchFunctionMode):
 
 
 def _copy(scheduler: Any) -> Any:
-    """A copy for one step, which does not change the configuration."""
-    return copy.deepcopy(scheduler, {id(scheduler.config): scheduler.config})
+    """A copy for one step, which changes neither the configuration nor the schedule."""
+    shared = [scheduler.config, *(vars(scheduler).get(name) for name in ("timesteps", "sigmas"))]
+    return copy.deepcopy(scheduler, {id(value): value for value in shared})
 
 
 def _deviations(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArguments) -> torch.Tensor:

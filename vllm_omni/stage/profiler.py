@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's profiler, for a process without vLLM's workers: a stage of another kind, and the pipeline's own."""
 
+from typing import Any
+
 from torch.profiler import _ExperimentalConfig
 from vllm.config import ProfilerConfig
 from vllm.config.profiler import validate_profile_prefix
@@ -26,7 +28,8 @@ class ProcessProfiler:
         self._profiler = profiler
         self._name = name
         if isinstance(profiler, TorchProfilerWrapper):  # Else it is for the thread that starts it.
-            profiler._profiler_kwargs["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
+            arguments: dict[str, Any] = profiler._profiler_kwargs
+            arguments["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
 
     def control(self, verb: StartProfile | StopProfile) -> None:
         """Does a verb as vLLM's workers do: a start while it runs, and a stop while it does not, do nothing.

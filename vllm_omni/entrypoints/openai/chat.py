@@ -7,7 +7,7 @@ vLLM's routes and handlers answer with the text; `chat_media.py` and `streamed_c
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self, cast
@@ -234,7 +234,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     async def chat_completion_full_generator(  # type: ignore[override]
         self,
         request: OmniChatCompletionRequest,
-        result_generator: AsyncIterator[EngineOutput],
+        result_generator: AsyncGenerator[EngineOutput, None],
         request_id: str,
         *args: Any,
         **kwargs: Any,

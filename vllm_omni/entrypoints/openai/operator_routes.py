@@ -47,7 +47,7 @@ class AbortedRequests(BaseModel):
 class UpdateWeights(BaseModel):
     """New weights."""
 
-    update_info: dict[str, Any] = Field(
+    update_info: Any = Field(
         description="Where they are: `weights_path`, a folder of safetensors that is laid out as the checkpoint is.",
         examples=[{"weights_path": "/dev/shm/step-12"}],
     )

@@ -45,12 +45,10 @@ from vllm_omni.placement.devices import world_size
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import ProfilerConfig
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
     from vllm.lora.request import LoRARequest
 
     from vllm_omni.entrypoints.pipeline import Pipeline
-    from vllm_omni.stage.profiler import ProcessProfiler
 
 PauseMode = Literal["abort", "wait", "keep"]
 """vLLM's."""
@@ -75,9 +73,6 @@ class PipelineOperations:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        configs = {stage.stage_id: stage.read_profiler_config() for stage in pipeline.config.stage_args}
-        self._profiler_configs = {stage_id: config for stage_id, config in configs.items() if config is not None}
-        self._profiler = _make_profiler(next(iter(self._profiler_configs.values()), None))
         self._is_asleep = False
         self._is_held = False  # by `pause_generation`, and not only for an update
         self._change_lock = threading.RLock()  # of these two, and of what stages compute with
@@ -228,12 +223,11 @@ class PipelineOperations:
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Starts the profilers of all stages with a `profiler_config`, and of this process, unless its
-        `ignore_frontend` is set: each process writes its trace into their folder.
+        """Starts the profilers of all stages with a `profiler_config`: each process writes its trace into their folder.
 
         Args:
             profile_prefix: Of the traces' names.
-            delay_iterations, max_iterations: Steps of a stage before it, and of it.
+            delay_iterations, max_iterations: Steps before it, and of it.
             profiler_kwargs: Of the profiler itself, of vLLM stages; since vLLM 0.33.
 
         Raises:
@@ -246,24 +240,20 @@ class PipelineOperations:
             profiler_kwargs=profiler_kwargs,
         )
         self._ask(_as_sent(verb), self._profiled_stages())
-        if self._profiler is not None:
-            self._profiler.control(StartProfile(profile_prefix=profile_prefix))
 
     def stop_profile(self) -> None:
         """Ends the profilers, and writes the traces."""
-        stages = self._profiled_stages()
-        if self._profiler is not None:
-            self._profiler.control(StopProfile())
-        self._ask(StopProfile(), stages)
+        self._ask(StopProfile(), self._profiled_stages())
 
     def _profiled_stages(self) -> list[int]:
         """
         Raises:
             InvalidControlError: There are none.
         """
-        if not self._profiler_configs:
+        stages = [it.stage_id for it in self._pipeline.config.stage_args if it.read_profiler_config() is not None]
+        if not stages:
             raise InvalidControlError("no stage has a profiler; set profiler_config (--profiler-config)")
-        return list(self._profiler_configs)
+        return stages
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads or checks an adapter in the stages that apply a request's adapter: one that does not fit fails here."""
@@ -506,15 +496,6 @@ class PipelineOperations:
             self._check_any(type(verb))
             stage_ids = [stage.stage_id for stage in self._pipeline.config.stage_args if type(verb) in stage.kind.verbs]
         return self._pipeline.orchestrator.control(verb, stage_ids, timeout).result()
-
-
-def _make_profiler(config: ProfilerConfig | None) -> ProcessProfiler | None:
-    """The profiler of this process."""
-    if config is None or not config.should_profile_frontend:
-        return None
-    from vllm_omni.stage.profiler import make_frontend_profiler  # imports vLLM's
-
-    return make_frontend_profiler(config)
 
 
 def _as_sent(verb: AnyVerb) -> AnyVerb:

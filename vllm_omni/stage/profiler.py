@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's profiler, for a process without vLLM's workers: a stage of another kind, and the pipeline's own."""
+"""vLLM's profiler, for a stage whose engine is not vLLM's."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from vllm.config.profiler import validate_profile_prefix
 from vllm.profiler.wrapper import (
     TorchProfilerWrapper,
     WorkerProfiler,
-    create_frontend_profiler,
     create_worker_profiler,
     validate_worker_profiler_config,
 )
@@ -58,9 +57,3 @@ def make_stage_profiler(config: ProfilerConfig, stage_id: int) -> ProcessProfile
     validate_worker_profiler_config(config)
     name = f"stage{stage_id}"
     return ProcessProfiler(create_worker_profiler(config, worker_name=name, local_rank=0), name)
-
-
-def make_frontend_profiler(config: ProfilerConfig) -> ProcessProfiler:
-    """The profiler of the process that runs a pipeline. It counts no steps."""
-    name = "pipeline"
-    return ProcessProfiler(create_frontend_profiler(config, worker_name=name), name)

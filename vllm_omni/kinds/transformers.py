@@ -66,6 +66,7 @@ class Transformers(StageKind):
         return set(TRANSFORMERS_SETTINGS)
 
     def check_arguments(self, model: str) -> None:
+        super().check_arguments(model)
         self.open_model(self.stage.checkpoint(model))
 
     def with_checkpoint(self, model: str) -> OmniStageConfig:

@@ -44,6 +44,8 @@ class TransformersSettings:
     `voices` in the checkpoint."""
     max_audio_clip_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
     """Seconds of a sound that a model that transcribes reads at once; longer ones are cut at pauses."""
+    profiler_config: dict[str, Any] | None = None
+    """Fields of vLLM's `ProfilerConfig`, as `{profiler: torch, torch_profiler_dir: /tmp/traces}`."""
 
 
 TRANSFORMERS_SETTINGS = tuple(setting.name for setting in fields(TransformersSettings))

@@ -202,6 +202,11 @@ def test_weights_of_a_stage_change(app: FastAPI, tiny_qwen2_5_omni: Path, tmp_pa
     body = {"update_info": {"weights_path": str(tmp_path)}}
     message = error_of(send(app, "POST", "/update_weights", json=body), 400)
     assert "stage 0 (thinker)" in message and "the checkpoint has no weights in a folder" in message
+    tensors = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "ipc_handles_pickled": "gA=="}
+    for info in (tensors, [tensors], 5):
+        post(app, "/start_weight_update")
+        refused = send(app, "POST", "/update_weights", json={"update_info": info})
+        assert "not over NCCL or CUDA IPC" in error_of(refused, 400)
     assert "stage: there is no 'ear'" in error_of(send(app, "GET", "/weight_info", params={"stage": "ear"}), 400)
     assert error_of(send(app, "POST", "/finish_weight_update", json={}), 400)
     assert chat(app) == changed

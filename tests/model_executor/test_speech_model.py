@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speech models of transformers: what their files tell, and that their sounds are those of transformers alone."""
 
+import base64
 import functools
+import inspect
 import itertools
+import json
+import pkgutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +15,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from transformers.utils import is_torchaudio_available
+from vllm.multimodal.audio import resample_audio_pyav
 
 from tests.entrypoints.openai.fake_server import FakeServer
 from tests.entrypoints.openai.small_apps import send
-from tests.model_executor.tiny_speech import SOUNDS, TEXTS, WRITERS, write_vits
+from tests.entrypoints.wav_files import as_uri, float_wav
+from tests.model_executor.tiny_speech import (
+    CHROMA,
+    SOUNDS,
+    TEXTS,
+    WRITERS,
+    load,
+    moshi_sound,
+    music_sound,
+    write_moshi,
+    write_music,
+    write_vits,
+)
+from tests.model_executor.tiny_transcription import make_sound
 from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
+from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import find_checkpoint
 from vllm_omni.entrypoints.resolve import read_pipeline
 from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.inputs import StageRequest
 from vllm_omni.kinds.transformers import Transformers
+from vllm_omni.model_executor.registry import SPEECH_ADAPTERS, TRANSCRIPTION_ADAPTERS
 from vllm_omni.model_executor.speech_model import SpeechModel
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.engines.transformers import SpeechFunction
@@ -172,6 +194,101 @@ def test_texts_alone_and_together(family: str, tiny_speech: Callable[[str], Path
     assert function._joins is JOINS[family]
 
 
+@pytest.mark.parametrize("name", sorted({*SPEECH_ADAPTERS.values(), *TRANSCRIPTION_ADAPTERS.values()}))
+def test_an_adapter_is_a_few_lines(name: str) -> None:
+    lines = inspect.getsource(pkgutil.resolve_name(name)).splitlines()
+    assert len(list(filter(str.strip, lines))) <= 25
+
+
+class TestMelodies:
+    """MusicGen Melody with a recording."""
+
+    SOUND = np.sin(np.arange(32_000) / 20).astype(np.float32)
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        write_music(tmp_path, "MusicgenMelody")
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(CHROMA))
+        return tmp_path
+
+    def expected(self, path: Path, features: torch.Tensor) -> torch.Tensor:
+        return music_sound(path, TEXTS[0], SEED, "MusicgenMelody", input_features=features).float()
+
+    def test_its_features_are_the_models(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The features themselves need torchaudio."""
+        function = function_of(path)
+        seen = []
+
+        def encode_sound(sound: np.ndarray) -> dict[str, torch.Tensor]:
+            seen.append(sound)
+            return {"input_features": features}
+
+        monkeypatch.setattr(function.opened, "encode_sound", encode_sound)
+        features = torch.nn.functional.one_hot(torch.arange(30) % 12, 12)[None].float()
+        given = StageOutput(request_id="r", stage_id=-1, completions=[Completion(text=TEXTS[0])])
+        given.tensors = {"audio": torch.from_numpy(self.SOUND)}
+        request = StageRequest(request_id="r", parameters={"seed": SEED})
+        parts = function.cut(request, {-1: given}, streams=True)
+        (result,) = function.windows([request], [{-1: part} for part in parts])
+        torch.testing.assert_close(result["audio"], self.expected(path, features), rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(seen[0], self.SOUND)
+        (without,) = speak(function, TEXTS[0])
+        assert (without - result["audio"]).abs().max() > 1e-3
+        torch.testing.assert_close(without, music_sound(path, TEXTS[0], SEED, "MusicgenMelody"), rtol=0, atol=1e-4)
+
+    @pytest.mark.slow
+    def test_a_server_reads_it(self, path: Path) -> None:
+        """With torchaudio; without it says what is missing."""
+        prompt: Any = {"prompt": TEXTS[0], "multi_modal_data": {"audio": (self.SOUND, 32_000)}}
+        sound = as_uri(float_wav((self.SOUND, 32_000)))
+        body = {"input": TEXTS[0], "ref_audio": sound, "seed": SEED, "response_format": "pcm", "stream": False}
+        with AsyncOmniLLM(str(path)) as llm:
+            app = FakeServer(llm).app
+            answer = send(app, "POST", "/v1/audio/speech", json=body)
+            if not is_torchaudio_available():
+                assert answer.status_code == 400 and "pip install torchaudio" in answer.text, answer.text
+                return
+            assert answer.status_code == 200, answer.text
+            samples = torch.from_numpy(np.frombuffer(answer.content, "<i2") / 32768).float()
+        with OmniLLM(str(path)) as llm:
+            (output,) = llm.generate(prompt, {"seed": SEED}, use_tqdm=False)
+        extractor = load("MusicgenMelodyFeatureExtractor", path)
+        expected = self.expected(path, extractor(self.SOUND, sampling_rate=32_000)["input_features"])
+        torch.testing.assert_close(output.multimodal_output["audio"], expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(samples, expected.clamp(-1, 1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_moshi_answers_what_it_hears(tmp_path: Path) -> None:
+    """Over a chat, with a sound of another rate."""
+    write_moshi(tmp_path)
+    (stage,) = read_pipeline(OmniArgs(model=str(tmp_path))).with_checkpoints.stage_args
+    assert (stage.accepts, stage.final_output_type, stage.sample_rate) == ("audio", "audio", 24_000)
+    sound = make_sound(0.5, seed=1)
+    heard = resample_audio_pyav(sound, orig_sr=16_000, target_sr=24_000)
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(float_wav((sound, 16_000))).decode()}}
+    params = {"seed": SEED, "max_new_tokens": 12}
+    body = {"messages": [{"role": "user", "content": [part]}], "sampling_params_list": [params]}
+    with AsyncOmniLLM(str(tmp_path)) as llm:
+        app = FakeServer(llm).app
+        answer = send(app, "POST", "/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        data = base64.b64decode(answer.json()["choices"][0]["message"]["audio"]["data"])
+        assert send(app, "POST", "/v1/audio/speech", json={"input": TEXTS[0]}).status_code == 400
+    samples = torch.from_numpy(np.frombuffer(data[44:], "<i2") / 32768).float()
+    expected = moshi_sound(tmp_path, heard, num_frames=12, seed=SEED)
+    assert len(expected) > 5000 and expected.abs().max() > 0.01
+    torch.testing.assert_close(samples, expected.clamp(-1, 1), rtol=0, atol=1e-3)
+
+
+def test_a_model_that_only_hears_is_no_voice(tmp_path: Path) -> None:
+    config = transformers.MoshiConfig().to_dict() | {"architectures": ["MoshiForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stage = OmniStageConfig(stage_id=0, engine_type="transformers", final_output=True, final_output_type="audio")
+    with pytest.raises(StageConfigError, match="makes sound of a sound; the stage needs accepts: audio"):
+        stage.kind.check_arguments(str(tmp_path))
+
+
 JOINS = {
     **dict.fromkeys(("vits", "dia", "musicgen"), True),
     **dict.fromkeys(("fastspeech2", "speecht5", "seamless_m4t_v2", "musicgen_melody"), False),
@@ -191,6 +308,8 @@ def test_a_pipeline_speaks(tiny_speech: Callable[[str], Path]) -> None:
         for prompt, problem in (("☃", "nothing that this model reads"), ({"prompt": ""}, "")):
             with pytest.raises(InvalidRequestError, match=problem):
                 llm.generate([prompt], use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="multi_modal_data: no stage of this pipeline reads any"):
+            llm.generate({"prompt": TEXTS[0], "multi_modal_data": {"audio": (np.zeros(8), 16_000)}}, use_tqdm=False)
         with pytest.raises(InvalidRequestError, match="unknown parameter 'sped'"):
             llm.generate([TEXTS[0]], {"sped": 2}, use_tqdm=False)
         assert llm.generate([TEXTS[2]], use_tqdm=False)

@@ -329,6 +329,9 @@ class RequestBuilder:
         }
         if start is not None:
             stages[start.stage_id].input_override = _read_override(request_id, start, prompt)
+        is_read = self._add_sound(stages, prompt) or engine_requests or diffusion or start is not None
+        if prompt.get("multi_modal_data") and not is_read:
+            raise ValueError("multi_modal_data: no stage of this pipeline reads any; remove it")
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
@@ -342,6 +345,21 @@ class RequestBuilder:
                     stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
+
+    def _add_sound(self, stages: Mapping[int, StageRequest], prompt: OmniPrompt) -> bool:
+        """Adds the sound that a prompt has beside its text to a stage that reads both. Whether there is one."""
+        sound = (prompt.get("multi_modal_data") or {}).get("audio")
+        for stage_id, request in stages.items() if sound is not None else ():
+            stage, parameters = self._config.stages[stage_id], self.function_parameters.get(stage_id)
+            if parameters is None or parameters.sound_rate is None:
+                continue
+            if request.input_override is None and not stage.engine_input_source:
+                request.input_override = _read_override(request.request_id, stage, prompt)
+            if request.input_override is not None:  # Else it reads the text that another stage writes.
+                wave = read_sound(sound, "audio", parameters.sound_rate, MAX_SOUND_S)
+                request.input_override.tensors = {"audio": wave}
+                return True
+        return False
 
     def _speaks_text(self, stage: OmniStageConfig) -> bool:
         """Whether it is a stage that speaks the text of a chat's answer."""
@@ -502,7 +520,7 @@ def list_voices(
 def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
     """What a caller gives a stage, as the output of a stage before it."""
     given = StageOutput(request_id=request_id, stage_id=CALLER)
-    if stage.accepts == "text":
+    if stage.accepts not in _MEDIA:
         text = read_text(prompt.get("prompt"), "prompt")
         given.completions = [Completion(text=text, finish_reason="stop")]
         return given

@@ -25,7 +25,7 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.logs import about, get_logger
-from vllm_omni.model_executor.speech_model import SpeechModel
+from vllm_omni.model_executor.speech_model import SpeechModel, TextWithSound
 from vllm_omni.model_executor.transcription_model import MIN_SOUND_S, TranscriptionModel
 from vllm_omni.model_executor.transformers_model import are_equal
 from vllm_omni.outputs import Completion, StageOutput
@@ -156,8 +156,12 @@ class SpeechFunction(ModelFunction):
 
     def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
         text = _text_of(sources) if sources else request.prompt or ""
+        tensors = next(iter(sources.values())).tensors if sources else {}  # A sound beside the text.
         parts = self.cut_text(text, request.request_id, streams=streams)
-        return [_as_source(request, number, completions=[Completion(text=part)]) for number, part in enumerate(parts)]
+        return [
+            _as_source(request, number, completions=[Completion(text=part)], tensors=tensors)
+            for number, part in enumerate(parts)
+        ]
 
     def cut_text(self, text: str, request_id: str, *, streams: bool) -> list[str]:
         """The parts of a text. Raises as `cut`."""
@@ -181,9 +185,12 @@ class SpeechFunction(ModelFunction):
             raise InvalidRequestError(problem, request_id)
         return number > 0
 
-    def read(self, request: StageRequest, sources: Sources) -> str | None:
+    def read(self, request: StageRequest, sources: Sources) -> Any:
         text = _text_of(sources)
-        return text if self._has_words(text, request.request_id) else None  # A reply may have sentences without any.
+        if not self._has_words(text, request.request_id):  # A reply may have sentences without any.
+            return None
+        sound = next(iter(sources.values())).tensors.get("audio") if self.opened.sound_rate else None
+        return text if sound is None else TextWithSound(text, sound.numpy())
 
     def size(self, item: str) -> int:
         return self.opened.count_tokens(item)

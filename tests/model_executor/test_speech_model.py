@@ -281,11 +281,18 @@ def test_moshi_answers_what_it_hears(tmp_path: Path) -> None:
     torch.testing.assert_close(samples, expected.clamp(-1, 1), rtol=0, atol=1e-3)
 
 
-def test_a_model_that_only_hears_is_no_voice(tmp_path: Path) -> None:
-    config = transformers.MoshiConfig().to_dict() | {"architectures": ["MoshiForConditionalGeneration"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(
+    ("config", "architecture", "problem"),
+    [
+        (transformers.MoshiConfig, "MoshiForConditionalGeneration", "makes sound of a sound; .* needs accepts: audio"),
+        (transformers.Pop2PianoConfig, "Pop2PianoForConditionalGeneration", "makes no sound of a text"),  # but notes
+        (transformers.Emu3Config, "Emu3ForConditionalGeneration", "makes no sound of a text"),  # but images
+    ],
+)
+def test_a_class_that_is_no_voice_is_refused(tmp_path: Path, config: Any, architecture: str, problem: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config().to_dict() | {"architectures": [architecture]}))
     stage = OmniStageConfig(stage_id=0, engine_type="transformers", final_output=True, final_output_type="audio")
-    with pytest.raises(StageConfigError, match="makes sound of a sound; the stage needs accepts: audio"):
+    with pytest.raises(StageConfigError, match=f"{architecture} {problem}"):
         stage.kind.check_arguments(str(tmp_path))
 
 

@@ -200,60 +200,72 @@ def test_an_adapter_is_a_few_lines(name: str) -> None:
     assert len(list(filter(str.strip, lines))) <= 25
 
 
-class TestMelodies:
-    """MusicGen Melody with a recording."""
+class TestRecordings:
+    """Beside a prompt for music: what it continues, or its melody."""
 
-    SOUND = np.sin(np.arange(32_000) / 20).astype(np.float32)
+    SOUND = np.sin(np.arange(4800) / 20).astype(np.float32)
 
-    @pytest.fixture
-    def path(self, tmp_path: Path) -> Path:
-        write_music(tmp_path, "MusicgenMelody")
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps(CHROMA))
-        return tmp_path
+    def write(self, path: Path, kind: str) -> int:
+        """The rate of its recordings."""
+        write_music(path, kind, length=40)
+        files = {"Musicgen": {"feature_extractor_type": "EncodecFeatureExtractor", "sampling_rate": 24_000}}
+        extractor = files.get(kind, CHROMA)
+        (path / "preprocessor_config.json").write_text(json.dumps(extractor))
+        return int(extractor["sampling_rate"])
 
-    def expected(self, path: Path, features: torch.Tensor) -> torch.Tensor:
-        return music_sound(path, TEXTS[0], SEED, "MusicgenMelody", input_features=features).float()
+    def expected(self, path: Path, kind: str, features: Any = None) -> torch.Tensor:
+        if features is None:
+            rate = load("AutoFeatureExtractor", path).sampling_rate
+            features = load("AutoFeatureExtractor", path)(self.SOUND, sampling_rate=rate, return_tensors="pt")
+        return music_sound(path, TEXTS[0], SEED, kind, **features).float()
 
-    def test_its_features_are_the_models(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The features themselves need torchaudio."""
-        function = function_of(path)
-        seen = []
+    def run(self, function: SpeechFunction, *texts: str) -> list[torch.Tensor]:
+        """The music of texts of which the first has a recording."""
+        sources = [StageOutput(request_id=text, stage_id=-1, completions=[Completion(text=text)]) for text in texts]
+        sources[0].tensors = {"audio": torch.from_numpy(self.SOUND)}
+        requests = [StageRequest(request_id=text, parameters={"seed": SEED}) for text in texts]
+        parts = [
+            function.cut(*each, streams=True)[0] for each in zip(requests, [{-1: s} for s in sources], strict=True)
+        ]
+        return [result["audio"] for result in function.windows(requests, [{-1: part} for part in parts])]
 
-        def encode_sound(sound: np.ndarray) -> dict[str, torch.Tensor]:
-            seen.append(sound)
-            return {"input_features": features}
+    def test_one_beside_others(self, tmp_path: Path) -> None:
+        self.write(tmp_path, "Musicgen")
+        continued, *others = self.run(function_of(tmp_path), *TEXTS)
+        torch.testing.assert_close(continued, self.expected(tmp_path, "Musicgen"), rtol=0, atol=1e-4)
+        for text, other in zip(TEXTS[1:], others, strict=True):
+            torch.testing.assert_close(other, music_sound(tmp_path, text, SEED), rtol=0, atol=1e-4)
+        assert not torch.allclose(continued, music_sound(tmp_path, TEXTS[0], SEED), atol=1e-3)
 
-        monkeypatch.setattr(function.opened, "encode_sound", encode_sound)
-        features = torch.nn.functional.one_hot(torch.arange(30) % 12, 12)[None].float()
-        given = StageOutput(request_id="r", stage_id=-1, completions=[Completion(text=TEXTS[0])])
-        given.tensors = {"audio": torch.from_numpy(self.SOUND)}
-        request = StageRequest(request_id="r", parameters={"seed": SEED})
-        parts = function.cut(request, {-1: given}, streams=True)
-        (result,) = function.windows([request], [{-1: part} for part in parts])
-        torch.testing.assert_close(result["audio"], self.expected(path, features), rtol=0, atol=1e-4)
-        np.testing.assert_array_equal(seen[0], self.SOUND)
-        (without,) = speak(function, TEXTS[0])
-        assert (without - result["audio"]).abs().max() > 1e-3
-        torch.testing.assert_close(without, music_sound(path, TEXTS[0], SEED, "MusicgenMelody"), rtol=0, atol=1e-4)
+    def test_a_melody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its features themselves need torchaudio."""
+        self.write(tmp_path, "MusicgenMelody")
+        function = function_of(tmp_path)
+        features = {"input_features": torch.nn.functional.one_hot(torch.arange(30) % 12, 12)[None].float()}
+        monkeypatch.setattr(function.opened, "encode_sound", lambda sound: features)
+        (sound,) = self.run(function, TEXTS[0])
+        torch.testing.assert_close(sound, self.expected(tmp_path, "MusicgenMelody", features), rtol=0, atol=1e-4)
+        without = music_sound(tmp_path, TEXTS[0], SEED, "MusicgenMelody")
+        assert not torch.allclose(sound, without, atol=1e-3)
 
     @pytest.mark.slow
-    def test_a_server_reads_it(self, path: Path) -> None:
-        """With torchaudio; without it says what is missing."""
-        prompt: Any = {"prompt": TEXTS[0], "multi_modal_data": {"audio": (self.SOUND, 32_000)}}
-        sound = as_uri(float_wav((self.SOUND, 32_000)))
-        body = {"input": TEXTS[0], "ref_audio": sound, "seed": SEED, "response_format": "pcm", "stream": False}
-        with AsyncOmniLLM(str(path)) as llm:
+    @pytest.mark.parametrize("kind", ["Musicgen", "MusicgenMelody"])
+    def test_users_give_one(self, kind: str, tmp_path: Path) -> None:
+        rate = self.write(tmp_path, kind)
+        uri = as_uri(float_wav((self.SOUND, rate)))
+        body = {"input": TEXTS[0], "ref_audio": uri, "seed": SEED, "response_format": "pcm", "stream": False}
+        with AsyncOmniLLM(str(tmp_path)) as llm:
             app = FakeServer(llm).app
             answer = send(app, "POST", "/v1/audio/speech", json=body)
-            if not is_torchaudio_available():
+            if kind == "MusicgenMelody" and not is_torchaudio_available():
                 assert answer.status_code == 400 and "pip install torchaudio" in answer.text, answer.text
                 return
             assert answer.status_code == 200, answer.text
-            samples = torch.from_numpy(np.frombuffer(answer.content, "<i2") / 32768).float()
-        with OmniLLM(str(path)) as llm:
+        samples = torch.from_numpy(np.frombuffer(answer.content, "<i2") / 32768).float()
+        with OmniLLM(str(tmp_path)) as llm:
+            prompt: Any = {"prompt": TEXTS[0], "multi_modal_data": {"audio": (self.SOUND, rate)}}
             (output,) = llm.generate(prompt, {"seed": SEED}, use_tqdm=False)
-        extractor = load("MusicgenMelodyFeatureExtractor", path)
-        expected = self.expected(path, extractor(self.SOUND, sampling_rate=32_000)["input_features"])
+        expected = self.expected(tmp_path, kind)
         torch.testing.assert_close(output.multimodal_output["audio"], expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(samples, expected.clamp(-1, 1), rtol=0, atol=1e-3)
 

@@ -183,14 +183,14 @@ def write_music(path: Path, kind: str, length: int = 20, **config: Any) -> None:
     write_tokenizer(path, eos=True)
 
 
-def music_sound(path: Path, text: str, seed: int = 0, kind: str = "Musicgen", **melody: Any) -> torch.Tensor:
-    """`melody`: its `input_features`, if there is one."""
+def music_sound(path: Path, text: str, seed: int = 0, kind: str = "Musicgen", **heard: Any) -> torch.Tensor:
+    """`heard`: What the model reads of a recording."""
     model = load(f"{kind}ForConditionalGeneration", path)
     inputs = load("AutoTokenizer", path)(text, return_tensors="pt")
     ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     torch.manual_seed(seed)
     with torch.inference_mode():
-        return model.generate(**ids, **melody)[0, 0]
+        return model.generate(**ids, **heard)[0, 0]
 
 
 def write_dia(path: Path) -> None:

@@ -151,13 +151,22 @@ class SeamlessM4T(SpeechModel):
 
 
 class Musicgen(SpeechModel):
-    """The text is a prompt; without a recording the tokenizer is enough."""
+    """The text is a prompt, and a recording is what the music continues; without one the tokenizer is enough."""
 
     joins = True
     speaks = False
 
+    @property
+    def sound_rate(self) -> int | None:
+        parts = [part for file in self.files[1:] for part in (file, file.get("feature_extractor") or {})]
+        return next((part["sampling_rate"] for part in parts if "sampling_rate" in part), None)
+
     def load_processor(self, **args: Any) -> Any:
         return AutoTokenizer.from_pretrained(self.model, **args)
+
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        extractor = AutoFeatureExtractor.from_pretrained(self.model, **self.load_arguments)
+        return extractor(sound, sampling_rate=self.sound_rate, return_tensors="pt")
 
 
 class MusicgenMelody(Musicgen):
@@ -165,16 +174,10 @@ class MusicgenMelody(Musicgen):
 
     joins = False
 
-    @property
-    def sound_rate(self) -> int | None:
-        parts = [part for file in self.files[1:] for part in (file, file.get("feature_extractor") or {})]
-        return next((part["sampling_rate"] for part in parts if "sampling_rate" in part), None)
-
     def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
         if not is_torchaudio_available():
             raise InvalidRequestError("a recording is read by torchaudio; install it: pip install torchaudio", "")
-        extractor = AutoFeatureExtractor.from_pretrained(self.model, **self.load_arguments)
-        return extractor(sound, sampling_rate=self.sound_rate, return_tensors="pt")
+        return super().encode_sound(sound)
 
 
 class Moshi(SpeechModel):

@@ -115,8 +115,7 @@ class TransformersModel:
 
     @property
     def sound_rate(self) -> int | None:
-        """Samples per second of the sound that a request may give beside its text; None: it reads none. A model that
-        reads one computes its requests one by one."""
+        """Samples per second of the sound that a request may give beside its text; None: it reads none."""
         return None
 
     @property

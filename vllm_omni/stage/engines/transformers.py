@@ -99,7 +99,8 @@ class ModelFunction(BatchFunction):
             if items[index] is None:
                 results[index] = self.result(request, sources[index], None)
             else:
-                groups[msgspec.json.encode(request.parameters, order="sorted")].append(index)
+                alone = index if isinstance(items[index], TextWithSound) else None
+                groups[msgspec.json.encode([request.parameters, alone], order="sorted")].append(index)
         for indexes in groups.values():
             parameters = convert(states[indexes[0]].parameters, self.parameters)
             try:

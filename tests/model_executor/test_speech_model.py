@@ -27,6 +27,7 @@ from tests.model_executor.tiny_speech import (
     SOUNDS,
     TEXTS,
     WRITERS,
+    dia_sound,
     load,
     moshi_sound,
     music_sound,
@@ -201,7 +202,7 @@ def test_an_adapter_is_a_few_lines(name: str) -> None:
 
 
 class TestRecordings:
-    """Beside a prompt for music: what it continues, or its melody."""
+    """Beside a prompt for music: what it continues, or its melody; beside a text: a voice."""
 
     SOUND = np.sin(np.arange(4800) / 20).astype(np.float32)
 
@@ -224,9 +225,9 @@ class TestRecordings:
         sources = [StageOutput(request_id=text, stage_id=-1, completions=[Completion(text=text)]) for text in texts]
         sources[0].tensors = {"audio": torch.from_numpy(self.SOUND)}
         requests = [StageRequest(request_id=text, parameters={"seed": SEED}) for text in texts]
-        parts = [
-            function.cut(*each, streams=True)[0] for each in zip(requests, [{-1: s} for s in sources], strict=True)
-        ]
+        parts = []
+        for request, source in zip(requests, sources, strict=True):
+            parts += function.cut(request, {-1: source}, streams=source is sources[0])
         return [result["audio"] for result in function.windows(requests, [{-1: part} for part in parts])]
 
     def test_one_beside_others(self, tmp_path: Path) -> None:
@@ -247,6 +248,15 @@ class TestRecordings:
         torch.testing.assert_close(sound, self.expected(tmp_path, "MusicgenMelody", features), rtol=0, atol=1e-4)
         without = music_sound(tmp_path, TEXTS[0], SEED, "MusicgenMelody")
         assert not torch.allclose(sound, without, atol=1e-3)
+
+    def test_a_voice(self, tiny_speech: Callable[[str], Path]) -> None:
+        """For the whole text, also of a client that streams."""
+        path, text = tiny_speech("dia"), "a quiet sea. the wind is in the trees."
+        (sound,) = self.run(function_of(path), text)
+        expected = dia_sound(path, text, SEED, audio=[self.SOUND], sampling_rate=44_100)
+        torch.testing.assert_close(sound, expected, rtol=0, atol=1e-4)
+        without = dia_sound(path, text, SEED)
+        assert sound.shape != without.shape or not torch.allclose(sound, without, atol=1e-3)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["Musicgen", "MusicgenMelody"])

@@ -216,12 +216,14 @@ def write_dia(path: Path) -> None:
     ).save_pretrained(path)
 
 
-def dia_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
+def dia_sound(path: Path, text: str, seed: int = 0, **heard: Any) -> torch.Tensor:
+    """`heard`: `audio` and its `sampling_rate`, a recording of the voice."""
     model, processor = load("DiaForConditionalGeneration", path), load("AutoProcessor", path)
-    inputs = processor(text=[f"[S1] {text}"], return_tensors="pt")
     torch.manual_seed(seed)
     with torch.inference_mode():
-        return processor.batch_decode(model.generate(**inputs))[0]
+        inputs = processor(text=[f"[S1] {text}"], return_tensors="pt", **heard)
+        before = processor.get_audio_prompt_len(inputs["decoder_attention_mask"]) if heard else None
+        return processor.batch_decode(model.generate(**inputs), audio_prompt_len=before)[0]
 
 
 def write_seamless(path: Path, version: str = "", seed: int = 0) -> None:

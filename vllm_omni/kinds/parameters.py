@@ -16,7 +16,7 @@ from vllm_omni.inputs import VOICE_FIELD, TranscriptionParameters
 VOICE = "voice"
 """The parameter that a prompt sets as `VOICE_FIELD`."""
 REF_AUDIO = "ref_audio"
-"""The field of a request for speech that is the sound beside its text: `multi_modal_data["audio"]` of its prompt."""
+"""The key of a prompt's `additional_information` that is the sound beside its text, as `multi_modal_data["audio"]`."""
 
 
 class FunctionParameters:

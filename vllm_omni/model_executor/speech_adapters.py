@@ -114,9 +114,13 @@ class Bark(SpeechModel):
 
 
 class Dia(SpeechModel):
-    """A text names its speaker; the processor has the codec."""
+    """A text names its speaker; the processor has the codec. A recording is of a voice, and begins the text, too."""
 
     joins = True
+
+    @property
+    def sound_rate(self) -> int:
+        return self.sample_rate
 
     def load_processor(self, **args: Any) -> Any:
         processor = super().load_processor(**args)
@@ -126,8 +130,16 @@ class Dia(SpeechModel):
     def prepare_text(self, text: str) -> str:
         return text if text.startswith("[S") else f"[S1] {text}"
 
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        read = self.processor(text=["[S1]"], audio=[sound], sampling_rate=self.sound_rate, return_tensors="pt")
+        return {name: read[name] for name in ("decoder_input_ids", "decoder_attention_mask")}
+
+    def call(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        before = self.processor.get_audio_prompt_len(inputs["decoder_attention_mask"])
+        return self.processor.batch_decode(super().call(inputs, options), audio_prompt_len=before)
+
     def decode(self, output: Any, num_rows: int) -> list[torch.Tensor]:
-        return self.processor.batch_decode(output)
+        return output
 
 
 class SeamlessM4T(SpeechModel):

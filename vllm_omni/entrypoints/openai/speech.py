@@ -54,7 +54,6 @@ from vllm_omni.entrypoints.request_builder import StageSamplingParams
 from vllm_omni.errors import OmniError
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import OmniPrompt
-from vllm_omni.kinds.parameters import REF_AUDIO
 from vllm_omni.outputs import OmniRequestOutput
 from vllm_omni.vllm_protocol import ErrorInfo
 
@@ -143,8 +142,6 @@ class ServingSpeech(MediaEndpoint):
         self._reader = SpeechPromptReader(client, self.media, self.custom_voices.store)
         self._forced_text: ForcedTextBuilder | None = None  # None: the input is the pipeline's prompt.
         self._speaking_stage = client.config.accepting_stage("text", "audio")
-        parameters = client.llm.builder.function_parameters.values()
-        self._reads_sound = any(each.sound_rate is not None for each in parameters)
         writer = None if self._speaking_stage is not None else client.stage
         if writer is not None and writer.final_output and writer.final_output_type == "text":
             tokenizer = client.renderer.get_tokenizer()
@@ -248,11 +245,8 @@ class ServingSpeech(MediaEndpoint):
             text: In pieces of a model that `reads_pieces`.
         """
         prompt = OmniPrompt(modalities=["audio"])
-        information = dict(settings.information)
-        if REF_AUDIO in information and self._reads_sound:
-            prompt["multi_modal_data"] = {"audio": information.pop(REF_AUDIO)}
-        if information:
-            prompt["additional_information"] = information
+        if settings.information:
+            prompt["additional_information"] = dict(settings.information)
         params = list(settings.params)
         if self._speaking_stage is not None:
             prompt["stage"] = self._speaking_stage.name

@@ -158,17 +158,21 @@ class SpeechFunction(ModelFunction):
     def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
         text = _text_of(sources) if sources else request.prompt or ""
         tensors = next(iter(sources.values())).tensors if sources else {}  # A sound beside the text.
-        parts = self.cut_text(text, request.request_id, streams=streams)
+        parts = self.cut_text(text, request.request_id, streams=streams, is_whole=bool(tensors))
         return [
             _as_source(request, number, completions=[Completion(text=part)], tensors=tensors)
             for number, part in enumerate(parts)
         ]
 
-    def cut_text(self, text: str, request_id: str, *, streams: bool) -> list[str]:
-        """The parts of a text. Raises as `cut`."""
+    def cut_text(self, text: str, request_id: str, *, streams: bool, is_whole: bool = False) -> list[str]:
+        """The parts of a text. Raises as `cut`.
+
+        Args:
+            is_whole: It has one part.
+        """
         parts = [text]
         is_long = self.opened.count_tokens(text) > self.opened.max_text_tokens
-        if self.opened.speaks and (streams or is_long):
+        if self.opened.speaks and not is_whole and (streams or is_long):
             parts = SentenceCutter(first_is_clause=streams).add(text, is_last=True)
         parts = [part for part in parts if self._has_words(part, request_id)]
         if not parts:

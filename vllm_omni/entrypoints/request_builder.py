@@ -353,7 +353,7 @@ class RequestBuilder:
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
 
     def _add_sound(self, stages: Mapping[int, StageRequest], prompt: OmniPrompt, sound: Any) -> bool:
-        """Adds the sound, if any, that a prompt has beside its text to a stage that reads both. Whether there is one."""
+        """Adds the sound, if any, of a prompt with a text to a stage that reads both. Whether there is one."""
         for stage_id, request in stages.items() if sound is not None else ():
             stage, parameters = self._config.stages[stage_id], self.function_parameters.get(stage_id)
             if parameters is None or parameters.sound_rate is None:

@@ -236,7 +236,7 @@ class TestRecordings:
         torch.testing.assert_close(continued, self.expected(tmp_path, "Musicgen"), rtol=0, atol=1e-4)
         for text, other in zip(TEXTS[1:], others, strict=True):
             torch.testing.assert_close(other, music_sound(tmp_path, text, SEED), rtol=0, atol=1e-4)
-        assert not torch.allclose(continued, music_sound(tmp_path, TEXTS[0], SEED), atol=1e-3)
+        assert len(continued) > len(music_sound(tmp_path, TEXTS[0], SEED)), "it has the recording, too"
 
     def test_a_melody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its features themselves need torchaudio."""

@@ -147,7 +147,7 @@ _FAMILIES: dict[str, Callable[[], Family]] = {
 CHECKPOINTS = (*_FAMILIES, "qwen3_tts")
 """Names of tiny checkpoints."""
 
-_MMS = {
+_MMS: dict[str, Any] = {
     "hidden_size": 192, "num_hidden_layers": 6, "ffn_dim": 768, "flow_size": 192, "spectrogram_bins": 513,
     "upsample_initial_channel": 512, "upsample_rates": [8, 8, 2, 2], "upsample_kernel_sizes": [16, 16, 4, 4],
     "resblock_kernel_sizes": [3, 7, 11], "resblock_dilation_sizes": [[1, 3, 5]] * 3,
@@ -155,7 +155,7 @@ _MMS = {
     "prior_encoder_num_wavenet_layers": 4,
 }  # fmt: skip
 """The sizes of MMS's checkpoints."""
-_LAYERS = {"hidden_size": 512, "num_hidden_layers": 12, "ffn_dim": 2048, "num_attention_heads": 8}
+_LAYERS: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 12, "ffn_dim": 2048, "num_attention_heads": 8}
 _TINY = ("vits", "fastspeech2", "speecht5", "bark", "dia", "musicgen", "musicgen_melody")
 SPEECH_CLASSES: dict[str, tuple[Callable[[Path], None], Callable[[Path, str, int], Any]]] = {
     **{name: (WRITERS[name], SOUNDS[name]) for name in _TINY},

@@ -199,7 +199,7 @@ class Moshi(SpeechModel):
     generation_parameters = ("do_sample", "temperature", "top_k", "top_p")
 
     def load_processor(self, **args: Any) -> Any:
-        read = {"feature_extractor": AutoFeatureExtractor, "tokenizer": AutoTokenizer}
+        read: dict[str, Any] = {"feature_extractor": AutoFeatureExtractor, "tokenizer": AutoTokenizer}
         return SimpleNamespace(**{name: each.from_pretrained(self.model, **args) for name, each in read.items()})
 
     def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_timeout
 
-from tests.forked_programs import QuickForkServer
+from tests.forked_programs import QuickForkServer, import_for_tests, imported
 from tests.servers import ENDLESS_STEPS, SMALL_CSM, SMALL_VLLM, RunningServer
 from vllm_omni.entrypoints import omni_base
 
@@ -156,6 +156,17 @@ def pytest_configure(config: pytest.Config) -> None:
     _is_xdist_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(_GroupFixtures())
     config.pluginmanager.register(_FailureNames(config))
+    if _is_xdist_worker:
+        _import_before_tests(config)
+
+
+def _import_before_tests(config: pytest.Config) -> None:
+    """With the streams of a program; what is forked from it writes where this process does."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.suspend_global_capture(in_=True)
+    import_for_tests()
+    capture.resume_global_capture()
+    imported()
 
 
 def _group_of_item(item: pytest.Item) -> str:

@@ -105,6 +105,14 @@ class _ForkedForkServer(ForkServer):
         super().__init__(preload, from_this_process=True)
 
 
+class ForkedNodeServer(_Fork):
+    """`python -m vllm_omni.launch.node_server LIFELINE`. Its stages are forks of it."""
+
+    def __init__(self, its_lifeline: socket.socket) -> None:
+        super().__init__(imported(), {"lifeline": True, "env": dict(os.environ)})
+        socket.send_fds(self._process._lifeline, [b"lifeline"], [its_lifeline.fileno()])
+
+
 class _ServerProcess(_Fork):
     """The process of a fork server, which two threads may end at once."""
 
@@ -196,6 +204,8 @@ def main(spec: bytes, lifeline: socket.socket) -> None:
     os.environ.update(arguments["env"])
     if "argv" in arguments:
         _run_program(**arguments)
+    elif "lifeline" in arguments:
+        _run_node_server(lifeline)
     else:
         _run_server(lifeline, arguments["modules"], arguments["path"])
 
@@ -214,6 +224,15 @@ def _run_server(lifeline: socket.socket, modules: Sequence[str], import_path: Se
         importlib.import_module(module)
     fork_server.serve(socket.socket(fileno=control))
     os._exit(0)
+
+
+def _run_node_server(lifeline: socket.socket) -> None:
+    from vllm_omni.launch import node_server
+
+    _, (its_end,), _, _ = socket.recv_fds(lifeline, 64, 1)
+    node_server.ForkServer = _ForkedForkServer  # type: ignore[misc]
+    sys.argv[1:] = [str(its_end)]
+    node_server.main()
 
 
 def _run_program(argv: Sequence[str], output: str, cwd: str, env: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,12 @@ def _end_process_groups() -> None:
     """Each group of tests begins without vLLM's process groups.
 
     An engine that fails to start leaves its own; the next engine uses them, and a model without experts has none for
-    experts.
+    experts. Their threads end one after the other, each 0.2 s late (`long_timer_slack`), unless the system is told.
     """
     if parallel_state := sys.modules.get("vllm.distributed.parallel_state"):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # It has ended, or only root may.
+                Path("/proc", thread, "timerslack_ns").write_text("50000")
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 

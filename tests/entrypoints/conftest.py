@@ -16,7 +16,7 @@ from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.pipeline import Pipeline
 from vllm_omni.entrypoints.resolve import apply_arguments
 
-CSM_FRAMES = 60
+CSM_FRAMES = 30
 
 
 def start(model: Path, **arguments: object) -> OmniLLM:

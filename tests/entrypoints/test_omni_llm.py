@@ -24,7 +24,7 @@ from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 
 GROUP = "llm"
-THINKER_TOKENS, TALKER_TOKENS = 24, 48
+THINKER_TOKENS, TALKER_TOKENS = 16, 24
 GREEDY = [
     SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS),
     {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},

@@ -175,8 +175,7 @@ def import_for_tests() -> None:
     For a process that has done nothing else yet, and with the streams that programs have."""
     global _streams
     _streams = sys.stdin, sys.stdout, sys.stderr
-    for module in _OF_ALL_TESTS:
-        importlib.import_module(module)
+    fork_server._import_all(_OF_ALL_TESTS)
 
 
 def imported() -> ForkServer:

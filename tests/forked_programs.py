@@ -30,12 +30,15 @@ from vllm_omni.launch import fork_server
 from vllm_omni.launch.fork_server import ForkedStageProcess, ForkServer, wait_for_all
 
 _MODULES = (
+    "vllm_omni.stage.worker",
     "vllm_omni.stage.engines.llm",
     "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm_omni.model_executor.models.qwen3_tts.configuration",
     "vllm_omni.entrypoints.openai.server_process",
 )
 _OF_ALL_TESTS = (*_MODULES, "vllm_omni.stage.engines.diffusion")
-_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
+_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "vllm_omni.model_executor.models.", "transformers.", "diffusers.")
 """Modules that are imported for all fork servers when the first one needs them."""
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import serve; serve()"
 _STAGES = fork_server._WORKER

@@ -217,6 +217,7 @@ def _forget_pytest(*streams: TextIO) -> None:
     sys.stdin, sys.stdout, sys.stderr = streams
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     faulthandler.disable()
+    setproctitle.setproctitle(sys.executable)
 
 
 def _run_server(lifeline: socket.socket, modules: Sequence[str], import_path: Sequence[str]) -> None:

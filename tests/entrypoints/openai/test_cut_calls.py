@@ -16,7 +16,7 @@ from vllm_omni.entrypoints.openai.messages import OmniServingMessages
 from vllm_omni.vllm_protocol import ChatCompletionResponse
 
 GROUP = "llm"
-NAME, NUM_TOKENS = "dive", 64
+NAME, NUM_TOKENS = "dive", 120
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"is_deep": {"type": "boolean"}, "why": {"type": "string"}},

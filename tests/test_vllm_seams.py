@@ -98,7 +98,7 @@ def read_of_objects(universe) -> set[str]:
 
 def defined_by_vllm() -> set[str]:
     """Of functions, of attributes that are set or called, and of names at the begin of a line in a body."""
-    used = re.compile(r"(_[a-z]\w*)(?:\(|\s*(?::[^=\n]+)?=[^=])")  # Begins with a letter, for which a search is quick.
+    used = re.compile(r"(_[a-z]\w*)(?:\(|\s*(?::[^=\n]+)?=[^=])")  # Its first letter is fixed: quick to find.
     before = re.compile(r"(?:\bdef |[\w)\]]\.|^ +)$")
     folder = Path(importlib.util.find_spec("vllm").origin).parent
     texts = [path.read_text() for path in folder.rglob("*.py")]

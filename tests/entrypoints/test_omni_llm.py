@@ -216,7 +216,7 @@ def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen
 
 def test_speech_starts_while_text_is_generated(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
-    params = [{"temperature": 0.0, "min_tokens": 200, "max_tokens": 400}, {**GREEDY[1], "min_tokens": 40}, None]
+    params = [{"temperature": 0.0, "min_tokens": 400, "max_tokens": 400}, {**GREEDY[1], "min_tokens": 20}, None]
     for event in llm.generate(prompt, params, stream=True):
         assert isinstance(event, ARSegmentEvent)
         if event.final_output_type == "audio":

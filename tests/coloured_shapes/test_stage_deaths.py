@@ -4,7 +4,6 @@
 import os
 import random
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,17 +11,12 @@ import torch
 from coloured_shapes.language import describe, random_scene
 from vllm_omni import ARSegmentEvent, CompletedEvent, OmniLLM
 
+GROUP = "shapes"
 pytestmark = pytest.mark.slow
 
 NUM_CALLERS = 8
 NUM_KILLS = 6
 """Each stage twice; a stage may die five times in 300 s."""
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[OmniLLM]:
-    with OmniLLM("shapes") as llm:
-        yield llm
 
 
 def kill(llm: OmniLLM, name: str) -> None:
@@ -51,7 +45,8 @@ def listen(
     return [(text, torch.cat(sound)) for text, sound in zip(texts, sounds, strict=True)]
 
 
-def test_no_stream_breaks(llm: OmniLLM) -> None:
+def test_no_stream_breaks(shapes_llm: OmniLLM) -> None:
+    llm = shapes_llm
     dice = random.Random(0)
     sentences = [f"Say: {describe(random_scene(dice))}" for _ in range(NUM_CALLERS)]
     conversations = [[{"role": "user", "content": sentence}] for sentence in sentences]
@@ -68,7 +63,8 @@ def test_no_stream_breaks(llm: OmniLLM) -> None:
     assert sum(stage.num_restarts for stage in llm.health()) == NUM_KILLS
 
 
-def test_no_stream_of_a_random_answer_breaks(llm: OmniLLM) -> None:
+def test_no_stream_of_a_random_answer_breaks(shapes_llm: OmniLLM) -> None:
+    llm = shapes_llm
     conversations = [[{"role": "user", "content": "Say: there are three green stars."}]] * NUM_CALLERS
     first, *others = llm.health()
     params = [{"temperature": 1.0, "ignore_eos": True, "max_tokens": 24}, *[None] * len(others)]

@@ -6,14 +6,13 @@
 
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from tests.forked_programs import ForkedNodeServer
 from tests.orchestrator.pipelines import (
     FAR,
     TRIANGLE,
@@ -56,8 +55,7 @@ class LoopbackCluster(Cluster):
     def start_server(self, node: str, spec: bytes, timeout: float) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
-            server = subprocess.Popen(command, pass_fds=[its_end.fileno()])
+            server = ForkedNodeServer(its_end)
         threading.Thread(target=server.wait, daemon=True).start()
         lifeline.sendall(spec)
         self._servers[node] = psutil.Process(server.pid)

@@ -5,8 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.forked_programs import ForkedNodeServer
 from tests.orchestrator.pipelines import TIMEOUT_S
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
@@ -51,13 +50,12 @@ class Cluster:
         self.servers: dict[str, psutil.Process] = {}
         self.run_dirs: dict[str, Path] = {}
         self.lifelines: dict[str, socket.socket] = {}
-        self._started: list[subprocess.Popen] = []
+        self._started: list[ForkedNodeServer] = []
 
     def start(self, name: str) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
-            self._started.append(subprocess.Popen(command, pass_fds=[its_end.fileno()]))
+            self._started.append(ForkedNodeServer(its_end))
         lifeline.sendall(encode_spec(name, name, self.nodes.address, self.keys))
         self.lifelines[name] = lifeline
         self.servers[name] = psutil.Process(self._started[-1].pid)

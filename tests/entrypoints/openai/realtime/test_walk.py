@@ -18,7 +18,7 @@ from tests.entrypoints.openai.realtime.sessions import Session, converse, speech
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.testing.media import make_audio
 
-GROUP = "app"
+GROUP = "llm"
 PACKAGE = f"{Path(vllm_omni.__file__).parent}/"
 PASSED = {"entrypoints/openai/middleware.py", "entrypoints/openai/streamed_chat.py", "orchestrator/router.py"}
 """By both, on the event loop and on the orchestrator's thread: the count has not missed one of these threads."""

@@ -137,6 +137,17 @@ def test_speed_and_seed_are_the_models(tiny_speech: Callable[[str], Path]) -> No
     assert sound.shape != other.shape or not torch.allclose(sound, other)
 
 
+def test_a_language_has_its_short_code_too(tiny_speech: Callable[[str], Path]) -> None:
+    path = tiny_speech("seamless_m4t_v2")
+    kind, _ = open_model(path)
+    with pytest.raises(ValueError, match=r"language: .*'fr'; there are eng, deu, de, en "):
+        kind.load_parameters().read({"language": "fr"}, {})
+    function = function_of(path)
+    (short,), (long,), (other,) = (speak(function, TEXTS[0], language=code) for code in ("de", "deu", "en"))
+    assert short.equal(long)
+    assert other.shape != long.shape or not other.equal(long)
+
+
 def test_a_text_is_cut_for_clients_that_stream(tiny_speech: Callable[[str], Path]) -> None:
     function = function_of(tiny_speech("vits"))
     text = "It is late. The sea is quiet!\n*** The wind is cold."

@@ -4,7 +4,7 @@ caller's process."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -105,6 +105,9 @@ class FunctionParameters:
             msgspec.msgpack.encode(plain)
         except msgspec.ValidationError as error:
             problem, name = split_error(error)
+            hint = get_type_hints(self._type).get(name)
+            if get_origin(hint) is Literal and "enum value" in problem:
+                problem += f"; there are {', '.join(map(str, get_args(hint)))}"
             raise ValueError(f"{name + ': ' if name else ''}{problem} (stage {self._stage.name!r})") from error
         except OverflowError as error:
             raise ValueError(f"a parameter of stage {self._stage.name!r} is too large: {error}") from error

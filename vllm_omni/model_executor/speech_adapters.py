@@ -14,6 +14,7 @@ from transformers import AutoFeatureExtractor, AutoTokenizer
 from transformers.utils import is_torchaudio_available, is_uroman_available
 
 from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.model_executor.language_codes import ISO_639_3
 from vllm_omni.model_executor.row_noise import RowNoise
 from vllm_omni.model_executor.speech_model import SpeechModel
 
@@ -151,6 +152,11 @@ class SeamlessM4T(SpeechModel):
     limits_tokens = False
 
     @cached_property
+    def languages(self) -> Sequence[str]:
+        known = super().languages
+        return [*known, *(short for short, code in ISO_639_3.items() if code in known)]
+
+    @cached_property
     def parameters(self) -> type[msgspec.Struct]:
         own = [("source_language", str, self.languages[0])] if self.languages and not self.hears else []
         return msgspec.defstruct("SpeechParameters", own, bases=(super().parameters,), frozen=True)
@@ -159,7 +165,14 @@ class SeamlessM4T(SpeechModel):
         if self.hears:
             return self.processor(audio=list(texts), sampling_rate=self.input_rate, return_tensors="pt")
         language = getattr(parameters, "source_language", None)
+        language = ISO_639_3.get(language, language)
         return self.processor(text=list(texts), src_lang=language, return_tensors="pt", padding=True)
+
+    def options(self, parameters: Any, num_rows: int) -> dict[str, Any]:
+        found = super().options(parameters, num_rows)
+        if self.languages:
+            found["tgt_lang"] = ISO_639_3.get(parameters.language, parameters.language)
+        return found
 
 
 class Musicgen(SpeechModel):

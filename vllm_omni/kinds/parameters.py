@@ -105,9 +105,9 @@ class FunctionParameters:
             msgspec.msgpack.encode(plain)
         except msgspec.ValidationError as error:
             problem, name = split_error(error)
-            hint = get_type_hints(self._type).get(name)
-            if get_origin(hint) is Literal and "enum value" in problem:
-                problem += f"; there are {', '.join(map(str, get_args(hint)))}"
+            annotation = get_type_hints(self._type).get(name)
+            if get_origin(annotation) is Literal and "enum value" in problem:
+                problem += f"; there are {', '.join(map(str, get_args(annotation)))}"
             raise ValueError(f"{name + ': ' if name else ''}{problem} (stage {self._stage.name!r})") from error
         except OverflowError as error:
             raise ValueError(f"a parameter of stage {self._stage.name!r} is too large: {error}") from error

@@ -164,7 +164,7 @@ class SeamlessM4T(SpeechModel):
     def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
         if self.hears:
             return self.processor(audio=list(texts), sampling_rate=self.input_rate, return_tensors="pt")
-        language = getattr(parameters, "source_language", None)
+        language: Any = getattr(parameters, "source_language", None)
         language = ISO_639_3.get(language, language)
         return self.processor(text=list(texts), src_lang=language, return_tensors="pt", padding=True)
 

@@ -3,6 +3,7 @@
 
     python benchmarks/offline.py [--model DIR | --checkpoint NAME] [--concurrency 1 8] [--output FILE.json] [--quick]
     python benchmarks/offline.py --checkpoint qwen3_tts [--reference-python QWEN_TTS/bin/python]
+    python benchmarks/offline.py --checkpoint transformers
 
 Both get the same prompts and weights, greedily in float32. `--concurrency` prompts are sent at once, and the next ones
 when those are done; the reference runs one after the other. Without `--model` two checkpoints with random weights are
@@ -10,7 +11,8 @@ measured: the default tiny one, where overhead decides, and the large one, where
 
 An omni model is compared with HF transformers: text, image, audio and video in turn, results of the same length, a
 number of text tokens and of frames of speech. HF runs on one thread, and also on as many as a trial finds to be clearly
-faster; the ratios are to the better of these. For models of speech or of images see `references.py`.
+faster; the ratios are to the better of these. For models of speech or of images, and for the speech classes of
+transformers (`--checkpoint transformers`), see `references.py`.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from vllm_omni.testing.hf_oracle import HFOracle
 from vllm_omni.testing.media import mixed_prompts
 
 DEFAULT, LARGE = "default", "large"
+TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,20 @@ def loads(quick: bool) -> dict[str, Load]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", type=Path, help="an omni model; default: --checkpoint, in both sizes")
-    choices = ["qwen3_omni_moe", "qwen2_5_omni", *references.CHECKPOINTS]
-    parser.add_argument("--checkpoint", choices=choices, default=choices[0], help="a tiny one (default %(default)s)")
+    choices = ["qwen3_omni_moe", "qwen2_5_omni", *references.CHECKPOINTS, TRANSFORMERS]
+    checkpoint_help = "a tiny one (default %(default)s); transformers: one of each speech class that it runs itself"
+    parser.add_argument("--checkpoint", choices=choices, default=choices[0], help=checkpoint_help)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
     parser.add_argument("--reference-python", type=Path, metavar="PATH", help="of an environment with qwen-tts")
     args = parse(parser)
     report = Report("offline", {"model": str(args.model or args.checkpoint), "quick": str(args.quick)})
     with ExitStack() as stack:
         models = {DEFAULT: args.model}
+        if args.model is None and args.checkpoint == TRANSFORMERS:
+            torch.set_num_threads(1)
+            references.measure_speech_classes(args.concurrency, 1 if args.quick else 5, report)
+            report.finish(args.output)
+            return
         if args.model is None:
             models = {size: stack.enter_context(tiny_checkpoint(args.checkpoint, size)) for size in (DEFAULT, LARGE)}
         if args.model is None and args.checkpoint in references.CHECKPOINTS:

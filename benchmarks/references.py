@@ -5,17 +5,22 @@ Both make the same sounds, or the same images: GLM-Image's of 256 x 256 pixels i
 it has. The reference runs on one thread, as each stage of ours does. Of speech the first sound is timed, too, of a
 streamed prompt with 10 seconds of speech. Qwen3-TTS's reference cannot be installed beside this package, and runs in
 another environment; without that only ours is measured.
+
+`SPEECH_CLASSES` are models that transformers itself runs, in a stage of the kind `transformers`, with the same seed for
+each text: tiny ones, and two of about the sizes of published ones.
 """
 
 import base64
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,10 @@ from vllm_omni.testing.oracles.glm_image import GlmImageReference
 from vllm_omni.testing.oracles.higgs_audio_v2 import HiggsAudioReference
 from vllm_omni.testing.oracles.janus import JanusReference
 from vllm_omni.testing.oracles.vibevoice import VibeVoiceReference
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # The tiny checkpoints of classes of transformers are the tests'.
+
+from tests.model_executor.tiny_speech import SOUNDS, WRITERS, write_music, write_vits
 
 ATOL = 1e-4
 MAX_FRAMES = 60
@@ -55,8 +64,9 @@ class Family:
         load: Loads a checkpoint's reference; None: there is no environment for it.
         engine_args: Of the pipeline, besides `max_num_seqs`.
         params: Of our stages; None: as `engine_args` has them.
-        num_sequences: Of the engine, for each request.
+        num_sequences: Of a vLLM engine, for each request; 0: there is none.
         stage, frame_rate: Of speech: the stage that makes frames, and how many for a second.
+        warm_ups: Calls with all prompts before anything is measured.
     """
 
     load: Callable[[Path], AbstractContextManager[Reference]] | None
@@ -66,6 +76,7 @@ class Family:
     num_sequences: int = 1
     stage: str = ""
     frame_rate: float = 12.5
+    warm_ups: int = 1
 
 
 def _images(load: Callable[[Path], Reference], params: list[Any], num_sequences: int = 1) -> Family:
@@ -136,6 +147,41 @@ _FAMILIES: dict[str, Callable[[], Family]] = {
 CHECKPOINTS = (*_FAMILIES, "qwen3_tts")
 """Names of tiny checkpoints."""
 
+_MMS: dict[str, Any] = {
+    "hidden_size": 192, "num_hidden_layers": 6, "ffn_dim": 768, "flow_size": 192, "spectrogram_bins": 513,
+    "upsample_initial_channel": 512, "upsample_rates": [8, 8, 2, 2], "upsample_kernel_sizes": [16, 16, 4, 4],
+    "resblock_kernel_sizes": [3, 7, 11], "resblock_dilation_sizes": [[1, 3, 5]] * 3,
+    "duration_predictor_filter_channels": 256, "prior_encoder_num_flows": 4, "duration_predictor_num_flows": 4,
+    "prior_encoder_num_wavenet_layers": 4,
+}  # fmt: skip
+"""The sizes of MMS's checkpoints."""
+_LAYERS: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 12, "ffn_dim": 2048, "num_attention_heads": 8}
+_TINY = ("vits", "fastspeech2", "speecht5", "bark", "dia", "musicgen", "musicgen_melody")
+SPEECH_CLASSES: dict[str, tuple[Callable[[Path], None], Callable[[Path, str, int], Any]]] = {
+    **{name: (WRITERS[name], SOUNDS[name]) for name in _TINY},
+    "vits, as large as MMS": (partial(write_vits, **_MMS), SOUNDS["vits"]),
+    "musicgen, 12 layers": (partial(write_music, kind="Musicgen", length=50, **_LAYERS), SOUNDS["musicgen"]),
+}
+"""By class of transformers: what writes a checkpoint, and the sound of a text by transformers alone. Without Seamless,
+whose random weights write units that its vocoder does not have."""
+
+
+def measure_speech_classes(concurrencies: list[int], rounds: int, report: Report) -> None:
+    """Adds the rows and ratios of `SPEECH_CLASSES`. Raises as `measure`."""
+    for name, (write, speak) in SPEECH_CLASSES.items():
+        with TemporaryDirectory() as folder:
+            write(Path(folder))
+            measure(_speech_class(speak), name, Path(folder), concurrencies, rounds, report)
+
+
+def _speech_class(speak: Callable[[Path, str, int], Any]) -> Family:
+    """A stage compares up to four calls before it knows whether texts are joined."""
+
+    def load(model: Path) -> AbstractContextManager[Reference]:
+        return nullcontext(lambda prompt: speak(model, str(prompt["prompt"]), 0).float().numpy())
+
+    return Family(load, [{"prompt": text} for text in TEXTS], num_sequences=0, warm_ups=5)
+
 
 def make_family(checkpoint: str, reference_python: Path | None) -> Family:
     """`reference_python`: Of an environment with Qwen3-TTS's reference."""
@@ -149,13 +195,15 @@ def measure(family: Family, size: str, model: Path, concurrencies: list[int], ro
         AssertionError: Ours makes something else.
     """
     at_once = max(concurrencies)
-    args = {"dtype": "float32", "max_num_seqs": family.num_sequences * at_once, **family.engine_args}
+    sequences = {"max_num_seqs": family.num_sequences * at_once} if family.num_sequences else {}
+    args = {"dtype": "float32", **sequences, **family.engine_args}
     seconds: dict[int, list[float]] = {concurrency: [] for concurrency in (0, *concurrencies)}
     with ExitStack() as stack:
         llm = stack.enter_context(OmniLLM(str(model), **args))
         reference = None if family.load is None else stack.enter_context(family.load(model))
         expected = [] if reference is None else [reference(prompt) for prompt in family.prompts]
-        make_all(llm, family, at_once)  # warms up
+        for _ in range(family.warm_ups):
+            make_all(llm, family, at_once)
         for number in range(rounds):
             progress(f"{size}: round {number + 1} of {rounds}")
             if reference is not None:
@@ -192,9 +240,8 @@ def make_all(llm: OmniLLM, family: Family, concurrency: int) -> list[np.ndarray]
     for start in range(0, len(family.prompts), concurrency):
         prompts = family.prompts[start : start + concurrency]
         outputs += llm.generate(prompts, family.params, use_tqdm=False)
-    if family.stage:
-        return [output.multimodal_output["audio"].numpy() for output in outputs]
-    return [output.images[0] for output in outputs]
+    sounds = [output.multimodal_output.get("audio") for output in outputs]
+    return [output.images[0] if sound is None else sound.numpy() for output, sound in zip(outputs, sounds, strict=True)]
 
 
 def time_to_first_sound(llm: OmniLLM, family: Family) -> tuple[float, float]:

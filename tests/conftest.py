@@ -9,13 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_timeout
 
-from tests.forked_programs import QuickForkServer
+from tests.forked_programs import QuickForkServer, import_for_tests, imported
 from tests.servers import ENDLESS_STEPS, SMALL_CSM, SMALL_VLLM, RunningServer
 from vllm_omni.entrypoints import omni_base
 
@@ -131,9 +132,12 @@ def _end_process_groups() -> None:
     """Each group of tests begins without vLLM's process groups.
 
     An engine that fails to start leaves its own; the next engine uses them, and a model without experts has none for
-    experts.
+    experts. Their threads end one after the other, each 0.2 s late (`long_timer_slack`), unless the system is told.
     """
     if parallel_state := sys.modules.get("vllm.distributed.parallel_state"):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # It has ended, or only root may.
+                Path("/proc", thread, "timerslack_ns").write_text("50000")
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 
@@ -156,6 +160,17 @@ def pytest_configure(config: pytest.Config) -> None:
     _is_xdist_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(_GroupFixtures())
     config.pluginmanager.register(_FailureNames(config))
+    if _is_xdist_worker:
+        _import_before_tests(config)
+
+
+def _import_before_tests(config: pytest.Config) -> None:
+    """With the streams of a program; what is forked from it writes where this process does."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.suspend_global_capture(in_=True)
+    import_for_tests()
+    capture.resume_global_capture()
+    imported()
 
 
 def _group_of_item(item: pytest.Item) -> str:

@@ -7,7 +7,7 @@ its own would run it, but that libraries have read the environment of this proce
 
 import atexit
 import ctypes
-import functools
+import faulthandler
 import importlib
 import json
 import os
@@ -20,7 +20,8 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from unittest import mock
 
 import setproctitle
 
@@ -29,16 +30,25 @@ from vllm_omni.launch import fork_server
 from vllm_omni.launch.fork_server import ForkedStageProcess, ForkServer, wait_for_all
 
 _MODULES = (
+    "vllm_omni.stage.worker",
     "vllm_omni.stage.engines.llm",
     "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm_omni.model_executor.models.qwen3_tts.configuration",
     "vllm_omni.entrypoints.openai.server_process",
 )
-_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "diffusers.")
+_OF_ALL_TESTS = (*_MODULES, "vllm_omni.stage.engines.diffusion")
+_SLOW_IMPORTS = ("vllm_omni.stage.engines.", "vllm_omni.model_executor.models.", "transformers.", "diffusers.")
 """Modules that are imported for all fork servers when the first one needs them."""
 _COMMAND = f"import json, sys; sys.path[:] = json.loads(sys.argv[2]); from {__name__} import serve; serve()"
 _STAGES = fork_server._WORKER
 _IMPORTS_S = _FOREVER_S = 600  # pytest's time limit ends a test before.
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+_streams: tuple[TextIO, TextIO, TextIO] | None = None
+"""Of this process when it imported what its forks need."""
+_imported: "_Imported | None" = None
 
 
 class _Fork:
@@ -98,6 +108,14 @@ class _ForkedForkServer(ForkServer):
         super().__init__(preload, from_this_process=True)
 
 
+class ForkedNodeServer(_Fork):
+    """`python -m vllm_omni.launch.node_server LIFELINE`. Its stages are forks of it."""
+
+    def __init__(self, its_lifeline: socket.socket) -> None:
+        super().__init__(imported(), {"lifeline": True, "env": dict(os.environ)})
+        socket.send_fds(self._process._lifeline, [b"lifeline"], [its_lifeline.fileno()])
+
+
 class _ServerProcess(_Fork):
     """The process of a fork server, which two threads may end at once."""
 
@@ -145,16 +163,31 @@ class _Imported(ForkServer):
     """The process that all are forked from."""
 
     def _launch(self) -> None:
+        if self._from_this_process:
+            with mock.patch.object(fork_server, "_WORKER", __name__):
+                super()._launch()
+            return
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             command = [sys.executable, "-c", _COMMAND, str(server_end.fileno()), json.dumps(sys.path), *self._modules]
             self._process = subprocess.Popen(command, pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL)
 
 
-@functools.cache
+def import_for_tests() -> None:
+    """Imports what most tests of a whole run need; `imported` is then a fork of this process, which saves its imports.
+    For a process that has done nothing else yet, and with the streams that programs have."""
+    global _streams
+    _streams = sys.stdin, sys.stdout, sys.stderr
+    fork_server._import_all(_OF_ALL_TESTS)
+
+
 def imported() -> ForkServer:
     """Starts it at the first call. Ends with this interpreter."""
-    return _Imported(_MODULES)
+    global _imported
+    if _imported is None:
+        is_here = _streams is not None
+        _imported = _Imported(_OF_ALL_TESTS if is_here else _MODULES, from_this_process=is_here)
+    return _imported
 
 
 def serve() -> None:
@@ -166,13 +199,25 @@ def serve() -> None:
 def main(spec: bytes, lifeline: socket.socket) -> None:
     """Called in the child instead of a stage's; ends the process."""
     fork_server._WORKER = _STAGES
+    if _streams is not None:
+        _forget_pytest(*_streams)
     arguments = json.loads(spec)
     os.environ.clear()
     os.environ.update(arguments["env"])
     if "argv" in arguments:
         _run_program(**arguments)
+    elif "lifeline" in arguments:
+        _run_node_server(lifeline)
     else:
         _run_server(lifeline, arguments["modules"], arguments["path"])
+
+
+def _forget_pytest(*streams: TextIO) -> None:
+    """What pytest has replaced is as in an interpreter of its own."""
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    faulthandler.disable()
+    setproctitle.setproctitle(sys.executable)
 
 
 def _run_server(lifeline: socket.socket, modules: Sequence[str], import_path: Sequence[str]) -> None:
@@ -182,6 +227,15 @@ def _run_server(lifeline: socket.socket, modules: Sequence[str], import_path: Se
         importlib.import_module(module)
     fork_server.serve(socket.socket(fileno=control))
     os._exit(0)
+
+
+def _run_node_server(lifeline: socket.socket) -> None:
+    from vllm_omni.launch import node_server
+
+    _, (its_end,), _, _ = socket.recv_fds(lifeline, 64, 1)
+    node_server.ForkServer = _ForkedForkServer  # type: ignore[misc]
+    sys.argv[1:] = [str(its_end)]
+    node_server.main()
 
 
 def _run_program(argv: Sequence[str], output: str, cwd: str, env: Mapping[str, str]) -> None:

@@ -11,7 +11,6 @@ import io
 import random
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,16 @@ from coloured_shapes.pictures import RGB, draw
 from coloured_shapes.recognizer import Recognizer
 from coloured_shapes.speech import SAMPLE_RATE
 from tests.coloured_shapes.recordings import recording
+from tests.entrypoints.conftest import as_async
 from tests.entrypoints.openai.fake_server import over_http
 from tests.entrypoints.openai.media_apps import app_of, with_flags
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of
 from tests.examples.running import run_example
-from vllm_omni import AsyncOmniLLM
+from vllm_omni import OmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni_talk.speech_recognition import count_understood
 
+GROUP = "shapes"
 pytestmark = pytest.mark.slow
 
 QUESTIONS = ("what is in the picture", "how many shapes are there", "what colour is the circle", "where is the star")
@@ -39,11 +40,8 @@ PIECE_S = 0.1
 
 
 @pytest.fixture(scope="module")
-def app() -> Iterator[FastAPI]:
-    with AsyncOmniLLM(
-        "shapes", structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True}
-    ) as llm:
-        yield app_of(OmniEngineClient(llm), Path("shapes"))
+def app(shapes_llm: OmniLLM) -> FastAPI:
+    return app_of(OmniEngineClient(as_async(shapes_llm)), Path("shapes"))
 
 
 async def say(session: Session, samples: np.ndarray, is_recorded: bool = False) -> None:

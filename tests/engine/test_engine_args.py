@@ -204,7 +204,7 @@ class TestDefaults:
         """As in a stage configuration; vLLM itself makes objects of some of them only."""
         for field in fields(EngineArgs):
             classes = tuple(kind for kind in get_args(field.type) or (field.type,) if is_dataclass(kind))
-            if classes:
+            if classes and field.name != "weight_transfer_config":  # Which is refused.
                 arguments = create_engine_args(str(tiny_qwen3), **{field.name: {}})
                 assert isinstance(getattr(arguments, field.name), classes), field.name
 

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of real vLLM stages, each started once for all tests of a session."""
 
+import copy
 import functools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from vllm.transformers_utils import config as vllm_hf_config
 
 from vllm_omni import AsyncOmniLLM, OmniLLM
+from vllm_omni.entrypoints.pipeline import Pipeline
+from vllm_omni.entrypoints.resolve import apply_arguments
 
-CSM_FRAMES = 60
+CSM_FRAMES = 30
 
 
 def start(model: Path, **arguments: object) -> OmniLLM:
@@ -21,9 +25,16 @@ def start(model: Path, **arguments: object) -> OmniLLM:
     )
 
 
-def as_async(llm: OmniLLM) -> AsyncOmniLLM:
-    """The same pipeline as an `AsyncOmniLLM`, whose end does not close it."""
-    with mock.patch("vllm_omni.entrypoints.omni_base.launch_pipeline", lambda *args, **kwargs: llm._pipeline):
+def as_async(llm: OmniLLM, **params: dict[str, Any]) -> AsyncOmniLLM:
+    """The same pipeline as an `AsyncOmniLLM`, whose end does not close it. `params`: other default sampling parameters
+    of its stages, by name."""
+    config, builder = llm._pipeline.config, copy.copy(llm._pipeline.builder)  # Which numbers all requests.
+    if params:
+        overrides = {name: {"default_sampling_params": each} for name, each in params.items()}
+        config = builder._config = apply_arguments(config, {}, overrides)
+        builder._default_params = {id_: builder._make_default_params(config.stages[id_]) for id_ in config.stages}
+    pipeline = Pipeline(config, llm._pipeline.orchestrator, builder)
+    with mock.patch("vllm_omni.entrypoints.omni_base.launch_pipeline", lambda *args, **kwargs: pipeline):
         async_llm = AsyncOmniLLM("")
     async_llm._finalizer.detach()
     async_llm._finalizer = weakref.finalize(async_llm, lambda: None)

@@ -63,6 +63,21 @@ def write(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterator
         yield {"text": character}
 
 
+def think(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+    """The prompt, as often as torch counts."""
+    return {"text": int(torch.ones(1).sum()) * (request.prompt or "")}
+
+
+class EditingStage(FunctionStage):
+    """The text of its source, as often as torch multiplies."""
+
+    def begin(self, request: StageRequest, parameters: NoParameters) -> None:
+        return None
+
+    def window(self, state: None, sources: Mapping[int, StageOutput]) -> dict[str, Any]:
+        return {"text": int(torch.ones(1).prod()) * sources[0].completions[0].text}
+
+
 class ASRParameters(msgspec.Struct):
     language: Literal["en", "de"] = "en"
 
@@ -118,3 +133,5 @@ LOOKING = function_stage(0, "reader", LookingStage, (), "text") | {"accepts": "i
 ASR = function_stage(3, "asr", ASRStage, (), "text") | {"accepts": "audio"}
 WRITING_STAGE = function_stage(0, "writer", write, (), "text")
 SPEAKING = function_stage(1, "voice", SpeakingStage, (0,), "audio") | {"sample_rate": RATE}
+THINKING = function_stage(0, "thinker", think)
+EDITING = function_stage(1, "editor", EditingStage, (0,))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.servers import RunningServer
+from tests.servers import SMALL_VLLM, RunningServer
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,14 @@ from vllm_omni import ARSegmentEvent, OmniLLM
 with OmniLLM("shapes") as omni:
     (output,) = omni.chat([{"role": "user", "content": "Say: a red circle"}], use_tqdm=False, modalities=["text"])
 print(output.outputs[0].text)
+"""
+TINY = """
+import sys
+from vllm_omni import OmniLLM
+
+with OmniLLM(sys.argv[1], dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 24) as omni:
+    (output,) = omni.generate("a hen", {"max_tokens": 2, "ignore_eos": True}, use_tqdm=False)
+print(len(output.outputs[0].token_ids))
 """
 LINE = r"INFO \d\d-\d\d \d\d:\d\d:\d\d "
 STAGES = ("thinker", "talker", "code2wav")
@@ -33,9 +41,9 @@ def _without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def run(folder: Path) -> tuple[str, str]:
-    """Runs the program; returns its output and its log."""
-    command = [sys.executable, "-c", PROGRAM]
+def run(folder: Path, program: str, *arguments: Path) -> tuple[str, str]:
+    """Runs a program; returns its output and its log."""
+    command = [sys.executable, "-c", program, *arguments]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return result.stdout, result.stderr
 
@@ -56,15 +64,15 @@ def check_start(texts: list[str]) -> None:
 
 
 def test_a_program_has_one_line_for_each_stage(tmp_path: Path) -> None:
-    out, log = run(tmp_path)
+    out, log = run(tmp_path, PROGRAM)
     assert out == "A red circle.\n"
     check_start(texts_of(log.removeprefix("importing vLLM ...\n")))  # on a slow machine
 
 
-def test_vllms_own_lines_are_a_variable_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_own_lines_are_a_variable_away(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    out, log = run(tmp_path)
-    assert out == "A red circle.\n" and "Starting to load model" in log and "(thinker pid=" in log
+    out, log = run(tmp_path, TINY, tiny_qwen3)
+    assert out == "2\n" and "Starting to load model" in log and "(text pid=" in log
 
 
 def test_a_server_adds_addresses_and_requests(tmp_path: Path) -> None:
@@ -87,8 +95,8 @@ def test_a_server_adds_addresses_and_requests(tmp_path: Path) -> None:
     assert after.endswith("Application shutdown complete.\n")  # nothing of what libraries say about their own end
 
 
-def test_vllms_own_lines_of_a_server_are_a_flag_away(tmp_path: Path) -> None:
-    server = RunningServer("shapes", "--log-level=INFO", log=tmp_path / "log.txt")
+def test_vllms_own_lines_of_a_server_are_a_flag_away(tiny_qwen3: Path, tmp_path: Path) -> None:
+    server = RunningServer(tiny_qwen3, *SMALL_VLLM, "--log-level=INFO", log=tmp_path / "log.txt")
     server.stop()
     output = server.output()
-    assert "Starting to load model" in output and "Route: /v1/chat/completions" in output and "(thinker pid=" in output
+    assert "Starting to load model" in output and "Route: /v1/chat/completions" in output and "(text pid=" in output

@@ -8,10 +8,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from vllm import EngineArgs, envs
 from vllm.config import ProfilerConfig
 from vllm.v1.metrics.reader import Counter
 
+from tests.entrypoints.fake_pipelines import make_pipeline, running
+from tests.entrypoints.spoken_functions import EDITING, THINKING
+from tests.model_executor.tiny_speech import write_vits
+from tests.orchestrator.pipelines import fake_stage
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
 from vllm_omni.errors import ControlError, InvalidControlError, StageConfigError
@@ -40,10 +45,56 @@ def test_a_profiler_writes_the_trace_of_each_stage(tiny_qwen3: Path, tmp_path: P
             llm.pause_generation(mode="later")  # type: ignore[arg-type]
 
 
-def check_trace(folder: Path, pattern: str) -> None:
+def check_trace(folder: Path, pattern: str, operation: str = "aten::") -> None:
     (trace,) = folder.glob(pattern)
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert any(name.startswith("aten::") for name in names)
+    assert any(operation in name for name in names)
+
+
+@pytest.mark.slow
+def test_each_process_writes_a_trace(tmp_path: Path) -> None:
+    """A function computes on its engine's thread, a `FunctionStage` and a model of transformers on others."""
+    write_vits(tmp_path / "model")
+    engine_args = {"model_stage": "voice", "model": str(tmp_path / "model")}
+    voice = fake_stage(2, "voice", (1,), "audio") | {"engine_type": "transformers", "engine_args": engine_args}
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
+    operations = {0: "aten::sum", 1: "aten::prod", 2: "aten::conv1d"}
+    stages = (THINKING, EDITING, voice)
+    with pytest.raises(StageConfigError, match=r"stage 0 \(thinker\): engine_args.profiler_config"):
+        make_pipeline(OmniLLM, tmp_path / "stages.yaml", stages, args={"profiler_config": {"profiler": "torch"}})
+    with running(OmniLLM, tmp_path, stages, {"profiler_config": profiler}) as llm:
+
+        def speak() -> torch.Tensor:
+            (output,) = llm.generate("it is late.", [None, None, {"seed": 1}], use_tqdm=False)
+            return output.multimodal_output["audio"]
+
+        expected = speak()
+        for prefix in ("mine", "other"):
+            llm.start_profile(prefix)
+            assert torch.equal(speak(), expected)
+            llm.stop_profile()
+            for stage_id, operation in operations.items():
+                check_trace(tmp_path, f"{prefix}_stage{stage_id}*.json", operation)
+        llm.start_profile("limited", max_iterations=1)
+        for _ in range(3):
+            speak()
+        for stage_id, operation in operations.items():
+            check_trace(tmp_path, f"limited_stage{stage_id}*.json", operation)  # One step more has ended it.
+
+
+@pytest.mark.slow
+def test_a_profiler_of_one_stage(tmp_path: Path) -> None:
+    """The others have none."""
+    stages = (THINKING, EDITING | {"final_output": True, "final_output_type": "text"})
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    with running(OmniLLM, tmp_path, stages) as llm, pytest.raises(InvalidControlError, match="no stage has a profiler"):
+        llm.start_profile()
+    overrides = {"editor": {"profiler_config": profiler}}
+    with running(OmniLLM, tmp_path, stages, {"stage_overrides": overrides}) as llm:
+        llm.start_profile()
+        llm.generate("it is late.", use_tqdm=False)
+        llm.stop_profile()
+        assert [trace.name.partition(".")[0] for trace in tmp_path.glob("*.json.gz")] == ["stage1"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from vllm_omni.testing.hf_oracle import HFOracle, HFTextOracle
 from vllm_omni.testing.media import PROMPT_KINDS, example_prompts, make_prompt, mixed_prompts
 
 GROUP = "llm"
-THINKER_TOKENS, TALKER_TOKENS = 24, 48
+THINKER_TOKENS, TALKER_TOKENS = 16, 24
 GREEDY = [
     SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS),
     {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},
@@ -216,7 +216,7 @@ def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen
 
 def test_speech_starts_while_text_is_generated(llm: OmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     prompt = make_prompt(tiny_qwen3_omni_moe, "text")
-    params = [{"temperature": 0.0, "min_tokens": 400, "max_tokens": 400}, {**GREEDY[1], "min_tokens": 40}, None]
+    params = [{"temperature": 0.0, "min_tokens": 400, "max_tokens": 400}, {**GREEDY[1], "min_tokens": 20}, None]
     for event in llm.generate(prompt, params, stream=True):
         assert isinstance(event, ARSegmentEvent)
         if event.final_output_type == "audio":

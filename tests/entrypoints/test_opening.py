@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ import pytest
 
 from tests.distributed.test_run_dir import memory  # noqa: F401 (a fixture)
 from tests.entrypoints.fake_pipelines import WRITER, make_pipeline
-from tests.forked_programs import QuickForkServer, imported
+from tests.forked_programs import ForkedProgram, QuickForkServer, imported
 from tests.metrics.reading import scrape
 from tests.orchestrator.pipelines import kept_server, make_config, open_orchestrator
 from vllm_omni import OmniLLM
@@ -153,10 +152,11 @@ def test_the_fork_server_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_too_few_open_files(memory: Path) -> None:  # noqa: F811
+def test_too_few_open_files(memory: Path, tmp_path: Path) -> None:  # noqa: F811
     """In a process of its own: libzmq aborts one that has no file left, also for another pipeline of it."""
-    code = f"from {__name__} import open_with_few_files; open_with_few_files()"
-    subprocess.run([sys.executable, "-c", code, str(memory)], check=True, cwd=Path(__file__).parents[2])
+    program, output = tmp_path / "program.py", tmp_path / "output"
+    program.write_text(f"from {__name__} import open_with_few_files\n\nopen_with_few_files()\n")
+    assert ForkedProgram(program, [memory], output).wait() == 0, output.read_text()
     assert list(memory.iterdir()) == []
 
 

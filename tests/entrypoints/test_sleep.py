@@ -64,6 +64,9 @@ def test_weights_are_dropped_and_loaded_again(painter: OmniLLM, checkpoints: tup
     painter.sleep(level=2)
     asleep = resident_mib(painter)
     assert painter.is_sleeping() and awake - asleep > 140
+    with pytest.raises(InvalidControlError, match="it sleeps; wake_up takes its memory again"):
+        painter.resume_generation()
+    assert painter.is_paused()
     assert not painter.wake_up(["kv_cache"]) and painter.is_sleeping()
     assert painter.wake_up(["weights"]) and not painter.is_sleeping()
     assert abs(resident_mib(painter) - awake) < 30

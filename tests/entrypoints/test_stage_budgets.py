@@ -17,7 +17,7 @@ from vllm_omni.testing.media import mixed_prompts
 
 pytestmark = pytest.mark.slow
 
-THINKER_TOKENS, TALKER_TOKENS = 24, 48
+THINKER_TOKENS, TALKER_TOKENS = 16, 24
 GREEDY = [
     None,
     {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False},

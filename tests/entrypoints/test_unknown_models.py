@@ -44,7 +44,16 @@ def stage_config_of(folder: Path, config: Any, *architectures: str) -> str:
             [
                 "model_type 'vitmatte' (architecture VitMatteForImageMatting)",
                 "no architecture of this name that writes text",
-                "transformers has no class of this name that makes sound of a text",
+                "transformers has no class of this name that makes sound of a text or a sound",
+            ],
+        ),
+        (  # It writes the notes of a recording.
+            transformers.Pop2PianoConfig(),
+            "Pop2PianoForConditionalGeneration",
+            [
+                "model_type 'pop2piano' (architecture Pop2PianoForConditionalGeneration)",
+                "no architecture of this name that writes text",
+                "transformers has no class of this name that makes sound of a text or a sound",
             ],
         ),
     ],

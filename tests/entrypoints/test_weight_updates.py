@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 from tests.entrypoints.adapters import write_adapter
 from tests.entrypoints.conftest import start
 from vllm_omni import OmniLLM, OmniRequestOutput
-from vllm_omni.errors import ControlError, InvalidControlError
+from vllm_omni.errors import ControlError, InvalidControlError, StageConfigError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -123,6 +123,9 @@ def test_wrong_arguments(llm: OmniLLM, new_weights: Path) -> None:
     llm.start_weight_update()
     with pytest.raises(InvalidControlError, match="a weight update is active"):
         llm.start_weight_update()
+    for version, message in (("", "weight_version is empty"), (5, r"\$\.new_version"), ("\ud800", "surrogates")):
+        with pytest.raises(InvalidControlError, match=message):
+            llm.finish_weight_update(version)  # type: ignore[arg-type]
     with pytest.raises(InvalidControlError, match="stage: there is no 'talker'; there are text"):
         llm.update_weights(info, stage="talker")
     llm.start_weight_update()
@@ -139,6 +142,29 @@ def test_wrong_arguments(llm: OmniLLM, new_weights: Path) -> None:
     with pytest.raises(InvalidControlError, match="new_version is empty"):
         llm.update_weight_version("")
     assert llm.get_weight_version() == "default" and generate(llm)[1] == {"default"}
+
+
+NCCL = {"master_address": "trainer", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+TENSORS = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+
+
+@pytest.mark.parametrize("init_info", [NCCL, {"packed": False}, ["trainer"], 5])
+@pytest.mark.parametrize("update_info", [TENSORS, {**TENSORS, "ipc_handles": []}, [TENSORS], None])
+def test_transfers_of_vllm_are_refused(llm: OmniLLM, init_info: Any, update_info: Any) -> None:
+    """Over NCCL and CUDA IPC."""
+    reason = "a folder of safetensors, .* not over NCCL or CUDA IPC"
+    with pytest.raises(InvalidControlError, match=f"init_info: .*{reason}"):
+        llm.init_weight_transfer_engine({"init_info": init_info})
+    llm.start_weight_update()
+    with pytest.raises(InvalidControlError, match=f"update_info is .*{reason}"):
+        llm.update_weights({"update_info": update_info})
+    assert llm.get_weight_version() == "default"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_a_stage_with_vllms_transfer_does_not_start(tiny_qwen3: Path, backend: str) -> None:
+    with pytest.raises(StageConfigError, match=r"stage 0 \(text\): engine_args: weight_transfer_config: .*NCCL"):
+        OmniLLM(str(tiny_qwen3), weight_transfer_config={"backend": backend})
 
 
 def test_what_stages_cannot_read_is_refused(llm: OmniLLM) -> None:
@@ -173,6 +199,33 @@ def test_requests_that_run_end_with_the_old_weights(llm: OmniLLM, tiny_qwen3: Pa
     assert {it.stage_metrics[0].weight_version for it in found} == {"default"}
     assert generate(llm)[1] == {"step-1"}
     update(llm, tiny_qwen3, "default")
+
+
+def test_what_is_asked_while_an_update_waits(llm: OmniLLM, tiny_qwen3: Path, new_weights: Path) -> None:
+    """It pauses again what was resumed, and leaves paused what was paused."""
+    long = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+
+    def while_it_waits(folder: Path, version: str, ask: Callable[[], None]) -> None:
+        threads = [
+            threading.Thread(target=llm.generate, args=(PROMPTS, [long]), kwargs={"use_tqdm": False}),
+            threading.Thread(target=update, args=(llm, folder, version)),
+        ]
+        threads[0].start()
+        while not any(llm._pipeline.orchestrator.activity().values()):
+            pass
+        threads[1].start()
+        while not llm.is_paused() and threads[1].is_alive():
+            pass
+        ask()
+        for thread in threads:
+            thread.join()
+
+    while_it_waits(new_weights, "step-1", llm.resume_generation)
+    assert not llm.is_paused() and generate(llm)[1] == {"step-1"}
+    while_it_waits(tiny_qwen3, "default", lambda: llm.pause_generation(mode="wait"))
+    assert llm.is_paused() and llm.get_weight_version() == "default"
+    llm.resume_generation()
+    assert generate(llm)[1] == {"default"}
 
 
 def test_a_stage_that_dies_of_an_update_is_named_and_keeps_the_old_weights(llm: OmniLLM, new_weights: Path) -> None:

@@ -6,14 +6,13 @@
 
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from tests.forked_programs import ForkedNodeServer
 from tests.orchestrator.pipelines import (
     FAR,
     TRIANGLE,
@@ -27,9 +26,29 @@ from tests.orchestrator.pipelines import (
 from tests.orchestrator.test_failure import is_ready, wait_until
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError, StageDeadError, StageStartError
+from vllm_omni.launch import nodes
 from vllm_omni.launch.cluster import Cluster, Place
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node is given up for what a busy machine does not run: `give_up` says which one is lost."""
+    monkeypatch.setattr(nodes, "NODE_TIMEOUT_S", 60.0)
+
+
+def give_up(caller: Caller, node: str) -> None:
+    """The orchestrator waits no longer for a node that was killed; what that had sent may still arrive."""
+    servers = caller.orchestrator._launcher._nodes._nodes
+
+    def is_given_up() -> bool:
+        lost = [server for name, server in list(servers.items()) if name.startswith(f"{node}.")]
+        for server in lost:
+            server.due = 0.0
+        return not lost
+
+    wait_until(is_given_up)
 
 
 class LoopbackCluster(Cluster):
@@ -56,8 +75,7 @@ class LoopbackCluster(Cluster):
     def start_server(self, node: str, spec: bytes, timeout: float) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
-            server = subprocess.Popen(command, pass_fds=[its_end.fileno()])
+            server = ForkedNodeServer(its_end)
         threading.Thread(target=server.wait, daemon=True).start()
         lifeline.sendall(spec)
         self._servers[node] = psutil.Process(server.pid)
@@ -131,6 +149,7 @@ def test_the_stages_of_a_machine_that_dies_start_elsewhere() -> None:
         wait_until(lambda: caller.orchestrator.activity()["b"] == 3)
         cluster.move(1, "none")
         cluster.kill("h1")
+        give_up(caller, "h1")
         wait_until(lambda: "node h1 did not answer" in caller.orchestrator.health()[1].last_death)
         ends = caller.wait(4)
         assert texts(ends.pop(text)) == ["text>a"]
@@ -178,5 +197,6 @@ def test_a_pipeline_that_waits_for_a_machine_can_be_closed() -> None:
     with running(cluster, restart={"backoff_s": 0.01}) as caller:
         cluster.move(1, "none")
         cluster.kill("h1")
+        give_up(caller, "h1")
         wait_until(lambda: caller.orchestrator.health()[1].waits_for == "a node")
         assert state_of(caller.orchestrator)["b"] == "restarting"

@@ -5,9 +5,8 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.forked_programs import ForkedNodeServer
 from tests.orchestrator.pipelines import TIMEOUT_S
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
@@ -40,6 +40,14 @@ from vllm_omni.launch.nodes import Nodes, RemoteStageProcess
 from vllm_omni.stage.spec import StageSpec
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """No node is given up for what a busy machine does not run, but where a test is about that (`impatience`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "NODE_TIMEOUT_S", 60.0)
+        yield
+
+
 class Cluster:
     """An orchestrator's side, and node servers by name."""
 
@@ -51,13 +59,12 @@ class Cluster:
         self.servers: dict[str, psutil.Process] = {}
         self.run_dirs: dict[str, Path] = {}
         self.lifelines: dict[str, socket.socket] = {}
-        self._started: list[subprocess.Popen] = []
+        self._started: list[ForkedNodeServer] = []
 
     def start(self, name: str) -> None:
         lifeline, its_end = socket.socketpair()
         with its_end:
-            command = [sys.executable, "-m", "vllm_omni.launch.node_server", str(its_end.fileno())]
-            self._started.append(subprocess.Popen(command, pass_fds=[its_end.fileno()]))
+            self._started.append(ForkedNodeServer(its_end))
         lifeline.sendall(encode_spec(name, name, self.nodes.address, self.keys))
         self.lifelines[name] = lifeline
         self.servers[name] = psutil.Process(self._started[-1].pid)
@@ -119,11 +126,8 @@ def test_a_message_that_is_none_does_not_end_the_thread(fake_node: tuple[Nodes, 
     assert cluster.wait_for("fake", 60) == "/run" and cluster._dropped.count == 3
 
 
-def test_a_process_that_is_forked_too_late_is_killed(
-    fake_node: tuple[Nodes, FakeNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_forked_too_late_is_killed(fake_node: tuple[Nodes, FakeNode]) -> None:
     """It would hold its device until the end of the pipeline."""
-    monkeypatch.setattr(nodes, "NODE_TIMEOUT_S", 60.0)
     cluster, node = fake_node
     node.send(Hello(node="n", run_dir="/run"))
     cluster.wait_for("fake", 60)
@@ -149,6 +153,15 @@ def cluster(opened: Cluster) -> Cluster:
     if not opened.nodes.is_alive("h1"):
         opened.start("h1")
     return opened
+
+
+@contextlib.contextmanager
+def impatience(cluster: Cluster) -> Iterator[None]:
+    """The node h1 is given up when it is silent for as long as users have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "NODE_TIMEOUT_S", NODE_TIMEOUT_S)
+        wait_until(lambda: cluster.nodes._nodes["h1"].due <= time.monotonic() + NODE_TIMEOUT_S)
+        yield
 
 
 def end_of(process: RemoteStageProcess) -> str:
@@ -183,8 +196,9 @@ def test_a_process_that_cannot_be_started_is_an_error(cluster: Cluster) -> None:
 def test_a_node_that_is_killed_is_noticed_and_leaves_nothing(cluster: Cluster) -> None:
     process = cluster.fork("h1")
     processes = cluster.processes("h1")
-    cluster.servers["h1"].kill()
-    assert end_of(process) == f"node h1 did not answer for {NODE_TIMEOUT_S:g} s"
+    with impatience(cluster):
+        cluster.servers["h1"].kill()
+        assert end_of(process) == f"node h1 did not answer for {NODE_TIMEOUT_S:g} s"
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
@@ -192,9 +206,10 @@ def test_a_node_that_is_killed_is_noticed_and_leaves_nothing(cluster: Cluster) -
 def test_a_node_that_is_frozen_is_given_up_and_ends_its_stages_when_it_continues(cluster: Cluster) -> None:
     process = cluster.fork("h1")
     processes = cluster.processes("h1")
-    for one in processes:
-        os.kill(one.pid, signal.SIGSTOP)
-    assert "did not answer" in end_of(process) and not cluster.nodes.is_alive("h1")
+    with impatience(cluster):
+        for one in processes:
+            os.kill(one.pid, signal.SIGSTOP)
+        assert "did not answer" in end_of(process) and not cluster.nodes.is_alive("h1")
     for one in processes:
         os.kill(one.pid, signal.SIGCONT)
     assert psutil.wait_procs(processes, timeout=60)[1] == []
@@ -215,13 +230,14 @@ def test_a_node_is_not_given_up_for_what_the_orchestrator_did_not_hear(
 
     def late(socket: zmq.Socket) -> list:
         messages = list(arrived(socket))
-        if not is_late.is_set():
+        if not messages and not is_late.is_set():
             threading.Event().wait(NODE_TIMEOUT_S + 1)  # as a thread that the system does not run for so long
             is_late.set()
         return messages
 
-    monkeypatch.setattr(nodes, "arrived", late)
-    assert is_late.wait(60)
+    with impatience(cluster):
+        monkeypatch.setattr(nodes, "arrived", late)
+        assert is_late.wait(60)
     assert end_of_killed(cluster.fork("h1")) == "it was killed by SIGKILL"
 
 

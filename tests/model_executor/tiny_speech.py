@@ -2,8 +2,9 @@
 """Checkpoints of transformers' speech classes with few random weights, and their sounds by transformers alone."""
 
 import json
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import transformers as hf
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers.models.bark import generation_configuration_bark as bark
 
+from vllm_omni.testing.tiny.csm import SIZES, codec_config, fill_codec
+
 TEXTS = ("a quiet sea.", "the wind is in the trees, and it is late.", "yes.")
+
+
+@cache
+def load(name: str, path: Path) -> Any:
+    """A model, or what encodes its inputs, of transformers."""
+    loaded = getattr(hf, name).from_pretrained(path)
+    return loaded.eval() if isinstance(loaded, torch.nn.Module) else loaded
 
 
 def write_vits(path: Path, **config: Any) -> None:
@@ -34,7 +44,7 @@ def write_vits(path: Path, **config: Any) -> None:
 
 
 def vits_sound(path: Path, text: str, seed: int = 0, **options: Any) -> torch.Tensor:
-    model, tokenizer = hf.VitsModel.from_pretrained(path).eval(), hf.AutoTokenizer.from_pretrained(path)
+    model, tokenizer = load("VitsModel", path), load("AutoTokenizer", path)
     torch.manual_seed(seed)
     with torch.inference_mode():
         return model(**tokenizer(text, return_tensors="pt"), **options).waveform[0]
@@ -82,9 +92,9 @@ def write_fastspeech2(path: Path) -> None:
 
 
 def fastspeech2_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
-    model = hf.FastSpeech2ConformerWithHifiGan.from_pretrained(path).eval()
+    model, tokenizer = load("FastSpeech2ConformerWithHifiGan", path), load("AutoTokenizer", path)
     with torch.inference_mode():
-        return model(hf.AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")["input_ids"]).waveform[0]
+        return model(tokenizer(text, return_tensors="pt")["input_ids"]).waveform[0]
 
 
 def write_speecht5(path: Path) -> None:
@@ -105,9 +115,8 @@ def write_speecht5(path: Path) -> None:
 
 
 def speecht5_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
-    model = hf.SpeechT5ForTextToSpeech.from_pretrained(path).eval()
-    vocoder = hf.SpeechT5HifiGan.from_pretrained(path / "vocoder").eval()
-    ids = hf.AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")["input_ids"]
+    model, vocoder = load("SpeechT5ForTextToSpeech", path), load("SpeechT5HifiGan", path / "vocoder")
+    ids = load("AutoTokenizer", path)(text, return_tensors="pt")["input_ids"]
     torch.manual_seed(seed)
     with torch.inference_mode():
         return model.generate_speech(ids, torch.full((1, 4), 0.5), vocoder=vocoder)
@@ -149,37 +158,39 @@ def write_bark(path: Path) -> None:
 
 
 def bark_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
-    model, processor = hf.BarkModel.from_pretrained(path).eval(), hf.AutoProcessor.from_pretrained(path)
+    model, processor = load("BarkModel", path), load("AutoProcessor", path)
     inputs = processor(text)
     torch.manual_seed(seed)
     with torch.inference_mode():
         return model.generate(**inputs)[0]
 
 
-def write_music(path: Path, kind: str) -> None:
+def write_music(path: Path, kind: str, length: int = 20, **config: Any) -> None:
     torch.manual_seed(0)
     text = hf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 16, "num_attention_heads": 2, "hidden_size": 16}
     codes = {"num_codebooks": 2, "pad_token_id": 64, "bos_token_id": 64, "initializer_factor": 0.3}
     codec = hf.EncodecConfig(**{**ENCODEC, "codebook_size": 64}, target_bandwidths=[0.9])
-    decoder = getattr(hf, f"{kind}DecoderConfig")(**sizes, **codes)
+    decoder = getattr(hf, f"{kind}DecoderConfig")(**(sizes | config), **codes)
     config = getattr(hf, f"{kind}Config")(
         text_encoder=text.to_dict(), audio_encoder=codec.to_dict(), decoder=decoder.to_dict()
     )
     model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
     fill_codebooks(model)
     tokens = {"decoder_start_token_id": 64, "bos_token_id": 64, "pad_token_id": 64}
-    model.generation_config = hf.GenerationConfig(do_sample=True, guidance_scale=3.0, max_length=20, **tokens)
+    model.generation_config = hf.GenerationConfig(do_sample=True, guidance_scale=3.0, max_length=length, **tokens)
     model.save_pretrained(path)
     write_tokenizer(path, eos=True)
 
 
-def music_sound(path: Path, text: str, seed: int = 0, kind: str = "Musicgen") -> torch.Tensor:
-    model = getattr(hf, f"{kind}ForConditionalGeneration").from_pretrained(path).eval()
-    inputs = hf.AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")
+def music_sound(path: Path, text: str, seed: int = 0, kind: str = "Musicgen", **heard: Any) -> torch.Tensor:
+    """`heard`: What the model reads of a recording."""
+    model = load(f"{kind}ForConditionalGeneration", path)
+    inputs = load("AutoTokenizer", path)(text, return_tensors="pt")
+    ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     torch.manual_seed(seed)
     with torch.inference_mode():
-        return model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0, 0]
+        return model.generate(**ids, **heard)[0, 0]
 
 
 def write_dia(path: Path) -> None:
@@ -205,13 +216,14 @@ def write_dia(path: Path) -> None:
     ).save_pretrained(path)
 
 
-def dia_sound(path: Path, text: str, seed: int = 0) -> torch.Tensor:
-    model = hf.DiaForConditionalGeneration.from_pretrained(path).eval()
-    processor = hf.AutoProcessor.from_pretrained(path)
-    inputs = processor(text=[f"[S1] {text}"], return_tensors="pt")
+def dia_sound(path: Path, text: str, seed: int = 0, **heard: Any) -> torch.Tensor:
+    """`heard`: `audio` and its `sampling_rate`, a recording of the voice."""
+    model, processor = load("DiaForConditionalGeneration", path), load("AutoProcessor", path)
     torch.manual_seed(seed)
     with torch.inference_mode():
-        return processor.batch_decode(model.generate(**inputs))[0]
+        inputs = processor(text=[f"[S1] {text}"], return_tensors="pt", **heard)
+        before = processor.get_audio_prompt_len(inputs["decoder_attention_mask"]) if heard else None
+        return processor.batch_decode(model.generate(**inputs), audio_prompt_len=before)[0]
 
 
 def write_seamless(path: Path, version: str = "", seed: int = 0) -> None:
@@ -246,12 +258,42 @@ def write_seamless(path: Path, version: str = "", seed: int = 0) -> None:
 
 
 def seamless_sound(path: Path, text: str, seed: int = 0, version: str = "") -> torch.Tensor:
-    model = getattr(hf, f"SeamlessM4T{version}Model").from_pretrained(path).eval()
-    inputs = hf.AutoProcessor.from_pretrained(path)(text=[text], src_lang="eng", return_tensors="pt")
+    model = load(f"SeamlessM4T{version}Model", path)
+    inputs = load("AutoProcessor", path)(text=[text], src_lang="eng", return_tensors="pt")
     torch.manual_seed(seed)
     with torch.inference_mode():
         waveform, lengths = model.generate(**inputs, tgt_lang="eng")
     return waveform[0, : int(lengths)]
+
+
+CHROMA = {"feature_extractor_type": "MusicgenMelodyFeatureExtractor", "sampling_rate": 32_000, "chunk_length": 30}
+"""What a MusicGen Melody that reads recordings has in its `preprocessor_config.json`."""
+
+
+def write_moshi(path: Path) -> None:
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "initializer_range": 0.3}
+    codec, codes = codec_config(SIZES["default"]), {"num_codebooks": 2, "vocab_size": 40}
+    depth = {**layers, "hidden_size": 16, "max_position_embeddings": 3, "sliding_window": 2}
+    config = hf.MoshiConfig(**layers, **codes, hidden_size=32, audio_encoder_config=codec, depth_decoder_config=depth)
+    model = hf.MoshiForConditionalGeneration(config)
+    fill_codec(model.audio_encoder, 0)
+    model.generation_config = hf.GenerationConfig(do_sample=True)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    hf.EncodecFeatureExtractor(feature_size=1, sampling_rate=24_000).save_pretrained(path)
+
+
+def moshi_sound(path: Path, heard: np.ndarray, num_frames: int, seed: int = 0) -> torch.Tensor:
+    """As its page in transformers has it: it was silent while somebody spoke, at 24,000 samples per second."""
+    model = load("MoshiForConditionalGeneration", path)
+    heard = load("AutoFeatureExtractor", path)(heard, sampling_rate=24_000, return_tensors="pt")["input_values"]
+    before = math.ceil(heard.shape[-1] * 12.5 / 24_000)
+    silent = torch.ones((1, before), dtype=torch.int64) * load("AutoTokenizer", path).encode("<pad>")[0]
+    inputs = {"input_ids": silent, "user_input_values": heard, "moshi_input_values": torch.zeros_like(heard)}
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        return model.generate(**inputs, max_new_tokens=num_frames).audio_sequences[0, 0, before * 1920 :]
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {

@@ -3,9 +3,8 @@
 
 import contextlib
 import os
+import re
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.forked_programs import QuickForkServer
+from tests.forked_programs import ForkedProgram, QuickForkServer
 from tests.orchestrator.pipelines import FAR, TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni.config.loader import parse_pipeline_config
@@ -160,29 +159,32 @@ def test_a_start_that_takes_too_long_fails() -> None:
 
 
 @pytest.mark.slow
-def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = textwrap.dedent("""
-        import pathlib, psutil, sys
+def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, output = tmp_path / "program.py", tmp_path / "output"
+    program.write_text(
+        textwrap.dedent("""
+        import pathlib, psutil, signal, sys
         from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator, run_dirs
         run_dirs._MEMORY_FILE_SYSTEM = pathlib.Path(sys.argv[1])
-        orchestrator = open_orchestrator(CONFIG, server=ForkServer())
+        orchestrator = open_orchestrator(CONFIG, server=ForkServer(from_this_process=True))
         orchestrator.wait_until_started()
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
-        print(orchestrator._run_dir.path, *pids, flush=True)
-        sys.stdin.read()
+        print("started", orchestrator._run_dir.path, *pids, "with pids", flush=True)
+        signal.pause()
     """)
+    )
     # Any pipeline of the machine removes what killed ones have left in the directory that they share.
     with tempfile.TemporaryDirectory() as memory:
-        command = [sys.executable, "-c", script, memory]
-        root = Path(__file__).parents[2]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as parent:
-            assert parent.stdout is not None
-            run_dir, *pids = parent.stdout.readline().split()
-            children = [psutil.Process(int(pid)) for pid in pids]
-            assert len(children) == 4  # three stages and the server that they were forked from
-            parent.kill()
-            for child in children:
-                child.wait()
+        parent = ForkedProgram(program, [memory], output)
+        wait_until(lambda: "with pids" in output.read_text() or parent.poll() is not None)
+        run_dir, *pids = re.findall("started (.*) with pids", output.read_text())[0].split()
+        children = [psutil.Process(int(pid)) for pid in pids]
+        assert len(children) == 4  # three stages and the server that they were forked from
+        parent.kill()
+        for child in children:
+            child.wait()
         assert Path(run_dir).parent == Path(memory) and Path(run_dir).exists()
         monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(memory))
         RunDir().remove()

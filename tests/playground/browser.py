@@ -186,9 +186,9 @@ def speech(client: OpenAI, text: str) -> np.ndarray:
     return samples
 
 
-def draw_scene(file: Path) -> Scene:
+def draw_scene(file: Path, seed: int = 5) -> Scene:
     """Writes a picture that the shipped model has not seen, nor its description."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     scene = random_scene(rng, held_out=True)
     draw(rng, scene).save(file)
     return scene

@@ -253,20 +253,23 @@ def test_a_kill_in_the_middle_leaves_nothing_for_long(index: Path, tmp_path: Pat
 
 
 UV = """
-import json, os, subprocess, sys
+import json, os, shutil, subprocess, sys
 with open(os.environ["UV_CALLS"], "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
 if sys.argv[1] == "venv":
-    subprocess.run([sys.argv[4], "-m", "venv", sys.argv[5]], check=True)
+    shutil.copytree(os.environ["NEW_ENVIRONMENT"], sys.argv[5], symlinks=True)
 else:
     subprocess.run([sys.argv[4], "-m", "pip", "install", *sys.argv[5:]], check=True)
 """
 
 
-def test_uv_is_used_where_it_is(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_is_used_where_it_is(
+    index: Path, new_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program with the part of its command line that is used."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("UV_CALLS", str(calls))
+    monkeypatch.setenv("NEW_ENVIRONMENT", str(new_environment))
     (tmp_path / "uv.py").write_text(UV)
     uv = script(tmp_path / "uv", f'exec "{sys.executable}" "{tmp_path}/uv.py" "$@"')
     monkeypatch.setattr(python, "_find_uv", lambda: str(uv))

@@ -4,13 +4,16 @@
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from vllm_omni.control import Freeze, Thaw, Verb
+from vllm_omni.control import Freeze, StartProfile, StopProfile, Thaw, Verb
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
+
+if TYPE_CHECKING:
+    from vllm.config import ProfilerConfig
 
 LONGEST_S = 1e9
 """30 years; threads cannot wait for much longer."""
@@ -195,6 +198,23 @@ class OmniStageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         batch = {} if self.runtime.max_batch_size is None else {"max_num_seqs": self.runtime.max_batch_size}
         return batch | {name: value for name, value in self.engine_args.items() if name != "model"}
 
+    def read_profiler_config(self) -> "ProfilerConfig | None":
+        """vLLM's, of `engine_args`; None: the stage has no profiler.
+
+        Raises:
+            StageConfigError: A field is wrong.
+        """
+        given = self.engine_args.get("profiler_config")
+        if given is None:
+            return None
+        from vllm.config import ProfilerConfig  # takes a second
+
+        try:
+            config = given if isinstance(given, ProfilerConfig) else ProfilerConfig(**given)
+        except (TypeError, ValueError) as error:
+            raise StageConfigError(f"{self.label}: engine_args.profiler_config: {error}") from error
+        return None if config.profiler is None else config
+
     def checkpoint(self, model: str) -> str:
         """The stage's checkpoint in a pipeline for `model`."""
         return self.engine_args.get("model") or model
@@ -248,7 +268,7 @@ class StageKind:
     quantization: str | None = None
     reads_weights = False
     spins = False
-    verbs: frozenset[type[Verb]] = frozenset((Freeze, Thaw))
+    verbs: frozenset[type[Verb]] = frozenset((Freeze, StartProfile, StopProfile, Thaw))
     text_has_tensors = False
     speaks_replies = False
     checkpoint_is = ""
@@ -355,7 +375,7 @@ class StageKind:
 
     def known_arguments(self) -> set[str]:
         """The engine arguments that it takes of those that are for all stages."""
-        return set()
+        return {"profiler_config"}
 
     def check_arguments(self, model: str) -> Any:
         """
@@ -368,6 +388,7 @@ class StageKind:
         Raises:
             StageConfigError: An engine argument is wrong.
         """
+        self.stage.read_profiler_config()
 
     def with_checkpoint(self, model: str) -> OmniStageConfig:
         """The stage with what follows from its checkpoint.

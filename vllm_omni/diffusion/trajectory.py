@@ -148,7 +148,7 @@ class TrajectoryRecorder(StepHook):
         sample, timestep, predicted = (given.get(key) for key in ("sample", "timestep", "model_output"))
         if not (isinstance(sample, torch.Tensor) and sample.is_floating_point() and timestep is not None):
             raise ValueError(f"return_trajectory: {name} takes no latents and timesteps")
-        before = copy.deepcopy(scheduler)
+        before = _copy(scheduler)
         with _Noise() as noise:
             result = super()._call(scheduler, step, bound)
         if len(noise.drawn) > 1 or any(drawn.shape != sample.shape for drawn in noise.drawn):
@@ -207,17 +207,23 @@ class _Noise(TorchFunctionMode):
         return drawn
 
 
+def _copy(scheduler: Any) -> Any:
+    """A copy for one step, which changes neither the configuration nor the schedule."""
+    shared = [scheduler.config, *(vars(scheduler).get(name) for name in ("timesteps", "sigmas"))]
+    return copy.deepcopy(scheduler, {id(value): value for value in shared})
+
+
 def _deviations(scheduler: Any, step: Callable[..., Any], bound: inspect.BoundArguments) -> torch.Tensor:
     """The least and the greatest factor of the noise in a step, `[2]`: what is left of a step of zeros, without what is
     left of earlier steps.
 
     Args:
-        scheduler: As it was before the step.
+        scheduler: As it was before the step; it is used up.
     """
     zeros = {name: torch.zeros_like(bound.arguments[name]) for name in ("sample", "model_output")}
     results = []
-    for value in (_MUCH, 0.0):
-        arguments = {**bound.arguments, **zeros, "self": copy.deepcopy(scheduler)}
+    for value, own in ((_MUCH, _copy(scheduler)), (0.0, scheduler)):
+        arguments = {**bound.arguments, **zeros, "self": own}
         without = inspect.BoundArguments(bound.signature, arguments)
         with _Noise(value):
             results.append(step(*without.args, **without.kwargs)[0].float())

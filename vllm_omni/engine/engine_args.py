@@ -393,6 +393,11 @@ def _refuse_unsupported(arguments: dict[str, Any], settings: OmniEngineSettings)
         raise StageConfigError(
             "async_scheduling: only autoregressive stages can be scheduled asynchronously; remove it"
         )
+    if arguments.get("weight_transfer_config") is not None:
+        raise StageConfigError(
+            "weight_transfer_config: new weights come from folders, not over NCCL or CUDA IPC (docs/operation.md); "
+            "remove it"
+        )
     if not settings.emits_rows:
         return
     for name, reason in _ONLY_WITHOUT_ROWS.items():

@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "wait", "keep"]
 """vLLM's."""
 
+_ONLY_FOLDERS = (
+    "weights come from a folder of safetensors, which may be in shared memory, not over NCCL or CUDA IPC: these write "
+    "into the weights that stages compute with, so that an update which fails would leave stages with others"
+)
+
 TIMEOUT_S = 600.0
 """For all replicas to do a verb: a trace of a profiler takes minutes to write."""
 
@@ -69,6 +74,8 @@ class PipelineOperations:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._is_asleep = False
+        self._is_held = False  # by `pause_generation`, and not only for an update
+        self._change_lock = threading.RLock()  # of these two, and of what stages compute with
         self._update: dict[int, str] | None = None  # folders of new weights, by stage id, while an update is active
         self._update_lock = threading.Lock()
 
@@ -85,7 +92,9 @@ class PipelineOperations:
         """
         if mode not in get_args(PauseMode):
             raise InvalidControlError(f"mode: {mode!r} is not one of {', '.join(get_args(PauseMode))}")
-        drained = self._pipeline.orchestrator.pause(aborts=mode == "abort")
+        with self._change_lock:
+            self._is_held = True
+            drained = self._pipeline.orchestrator.pause(aborts=mode == "abort")
         if mode == "keep":
             self._ask(Freeze())
             return
@@ -96,9 +105,17 @@ class PipelineOperations:
             self._clear_caches()
 
     def resume_generation(self) -> None:
-        """Goes on after `pause_generation`."""
-        self._ask(Thaw())
-        self._pipeline.orchestrator.resume().result()
+        """Goes on after `pause_generation`.
+
+        Raises:
+            InvalidControlError: It sleeps, and what a stage computes with is not there.
+        """
+        with self._change_lock:
+            if self._is_asleep:
+                raise InvalidControlError("it sleeps; wake_up takes its memory again, and resumes generation")
+            self._ask(Thaw())
+            self._is_held = False
+            self._pipeline.orchestrator.resume().result()
 
     def is_paused(self) -> bool:
         """Whether generation is paused."""
@@ -119,24 +136,25 @@ class PipelineOperations:
         """
         if level not in (0, 1, 2):
             raise InvalidControlError(f"level: {level} is not 0, 1 or 2")
-        was_paused = self.is_paused()
+        was_held = self._is_held
         if level > 0:
             self._check_sleep(level, mode)
         self.pause_generation(mode=mode, clear_cache=level > 0)
         if level == 0:
             return
-        if not self.is_paused():
-            raise ControlError("sleep: generation was resumed meanwhile; nothing was done")
-        self._is_asleep = True
-        try:
-            if mode == "keep":  # They are computed again.
-                self._ask(ResetPrefixCache(reset_running_requests=True))
-            self._ask(Sleep(level=level))
-        except BaseException:
-            self._is_asleep = not all(self._ask(WakeUp()))
-            if not was_paused:
-                self.resume_generation()
-            raise
+        with self._change_lock:
+            if not self.is_paused():
+                raise ControlError("sleep: generation was resumed meanwhile; nothing was done")
+            self._is_asleep = True
+            try:
+                if mode == "keep":  # They are computed again.
+                    self._ask(ResetPrefixCache(reset_running_requests=True))
+                self._ask(Sleep(level=level))
+            except BaseException:
+                self._is_asleep = not all(self._ask(WakeUp()))
+                if not (was_held or self._is_asleep):
+                    self.resume_generation()
+                raise
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
         """Takes memory again after `sleep`, and resumes generation once all of it is there.
@@ -151,11 +169,12 @@ class PipelineOperations:
         if unknown:
             raise InvalidControlError(f"tags: {', '.join(unknown)}: there are weights, kv_cache and scheduling")
         memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
-        if self._is_asleep and memory != []:
-            self._is_asleep = not all(self._ask(WakeUp(tags=memory)))
-        if not self._is_asleep:
-            self.resume_generation()
-        return not self._is_asleep
+        with self._change_lock:
+            if self._is_asleep and memory != []:
+                self._is_asleep = not all(self._ask(WakeUp(tags=memory)))
+            if not self._is_asleep:
+                self.resume_generation()
+            return not self._is_asleep
 
     def is_sleeping(self) -> bool:
         """Whether it sleeps, at any level, or is paused."""
@@ -204,26 +223,37 @@ class PipelineOperations:
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Starts the profilers of all vLLM and diffusion stages (`profiler_config`): each process writes its trace into
-        their folder.
+        """Starts the profilers of all stages with a `profiler_config`: each process writes its trace into their folder.
 
         Args:
             profile_prefix: Of the traces' names.
             delay_iterations, max_iterations: Steps before it, and of it.
             profiler_kwargs: Of the profiler itself, of vLLM stages; since vLLM 0.33.
+
+        Raises:
+            InvalidControlError: No stage has a profiler, or an argument is wrong.
         """
-        self._ask(
-            StartProfile(
-                profile_prefix=profile_prefix,
-                delay_iterations=delay_iterations,
-                max_iterations=max_iterations,
-                profiler_kwargs=profiler_kwargs,
-            )
+        verb = StartProfile(
+            profile_prefix=profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
         )
+        self._ask(_as_sent(verb), self._profiled_stages())
 
     def stop_profile(self) -> None:
         """Ends the profilers, and writes the traces."""
-        self._ask(StopProfile())
+        self._ask(StopProfile(), self._profiled_stages())
+
+    def _profiled_stages(self) -> list[int]:
+        """
+        Raises:
+            InvalidControlError: There are none.
+        """
+        stages = [it.stage_id for it in self._pipeline.config.stage_args if it.read_profiler_config() is not None]
+        if not stages:
+            raise InvalidControlError("no stage has a profiler; set profiler_config (--profiler-config)")
+        return stages
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads or checks an adapter in the stages that apply a request's adapter: one that does not fit fails here."""
@@ -273,10 +303,7 @@ class PipelineOperations:
         """
         info = _field(request, "init_info")
         if info:
-            raise InvalidControlError(
-                f"init_info: {', '.join(map(str, info))}: a pipeline takes weights from a folder of safetensors, which "
-                "may be in shared memory, and from nowhere else"
-            )
+            raise InvalidControlError(f"init_info: {_names_in(info)}: {_ONLY_FOLDERS}")
         self._weight_stages(None)
 
     def start_weight_update(self) -> None:
@@ -326,24 +353,35 @@ class PipelineOperations:
             weight_version: What outputs call them; None: as before.
 
         Raises:
-            InvalidControlError: No update is active, or requests are kept by `pause_generation(mode="keep")`.
+            InvalidControlError: No update is active, requests are kept by `pause_generation(mode="keep")`, or the
+                version is empty.
             ControlError: A replica could not load them, or died. If they were not loaded by all, no weight has changed.
         """
+        if weight_version is not None:
+            _check_version("weight_version", weight_version)
         with self._update_lock:
             update, self._update = self._update, None
             if update is None:
                 raise InvalidControlError("finish_weight_update was called without start_weight_update")
             orchestrator = self._pipeline.orchestrator
-            was_paused = orchestrator.is_paused
             if orchestrator.is_frozen and any(orchestrator.activity().values()):
                 raise InvalidControlError("requests are kept that began with the old weights; pause with abort or wait")
-            drained = orchestrator.pause()
             try:
-                drained.result()
-                self._change_weights(update, weight_version)
+                while not self._try_to_change_weights(update, weight_version):
+                    pass  # Generation was resumed meanwhile.
             finally:
-                if not was_paused:
-                    orchestrator.resume().result()
+                with self._change_lock:
+                    if not self._is_held:
+                        orchestrator.resume().result()
+
+    def _try_to_change_weights(self, update: dict[int, str], weight_version: str | None) -> bool:
+        """Whether no request ran, so that they could change."""
+        self._pipeline.orchestrator.pause().result()
+        with self._change_lock:
+            if not self.is_paused():
+                return False
+            self._change_weights(update, weight_version)
+            return True
 
     def _change_weights(self, update: dict[int, str], weight_version: str | None) -> None:
         try:
@@ -386,8 +424,7 @@ class PipelineOperations:
         Raises:
             InvalidControlError: It is empty.
         """
-        if not new_version:
-            raise InvalidControlError("new_version is empty")
+        _check_version("new_version", new_version)
         self._ask(UpdateWeightVersion(new_version=new_version), self._weight_stages(stage))
 
     def get_weight_version(self, stage: str | int | None = None) -> str:
@@ -481,7 +518,22 @@ def _weights_path(info: Any) -> str:
     match info:
         case {"weights_path": str(path), **others} if not others:
             return path
-    raise InvalidControlError(f'update_info is {{"weights_path": FOLDER}}, with a folder of safetensors; not {info!r}')
+    raise InvalidControlError(f'update_info is {{"weights_path": FOLDER}}, not {_names_in(info)}: {_ONLY_FOLDERS}')
+
+
+def _names_in(info: Any) -> str:
+    """What was given; its values may be large."""
+    return ", ".join(map(str, info)) if isinstance(info, dict) else type(info).__name__
+
+
+def _check_version(name: str, version: str) -> None:
+    """
+    Raises:
+        InvalidControlError: It is empty, or no text that can be sent.
+    """
+    if not version:
+        raise InvalidControlError(f"{name} is empty")
+    _as_sent(UpdateWeightVersion(new_version=version))
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:

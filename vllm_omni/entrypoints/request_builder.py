@@ -33,7 +33,7 @@ from vllm_omni.errors import InvalidRequestError, StageConfigError
 from vllm_omni.events import OmniEvent
 from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import ChatParams, OmniPrompt, StageRequest
-from vllm_omni.kinds.parameters import FunctionParameters, load_function_parameters
+from vllm_omni.kinds.parameters import REF_AUDIO, FunctionParameters, load_function_parameters
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_executor.prompt_processor import PromptProcessor, load_prompt_processors, read_sound, read_text
 from vllm_omni.model_executor.stage_input_processor import StageInputProcessor, load_stage_input_processor
@@ -65,6 +65,8 @@ _RAW_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_
 
 MAX_SOUND_S = 3600.0
 """Of a sound that is given to a stage."""
+MAX_SOUND_BESIDE_TEXT_S = 30.0
+"""As long as what such models make, and write after it."""
 MAX_PIXELS = 64 << 20
 """Of an image that is given to a stage."""
 _MEDIA = ("audio", "image")
@@ -99,6 +101,7 @@ class RequestBuilder:
         )
         self.prompt_processors = load_prompt_processors(config, model)
         self.function_parameters = load_function_parameters(config)
+        self._reads_sound = any(each.sound_rate is not None for each in self.function_parameters.values())
         self._encoded_for: dict[int, int] = _of_stages(
             config, lambda stage: stage.kind.params_from([config.stages[i] for i in config.targets[stage.stage_id]])
         )
@@ -304,7 +307,10 @@ class RequestBuilder:
             for name, value in request_fields.items():
                 setattr(engine_request, name, value)
         first = next(iter(engine_requests.values()), None)
-        information = prompt.get("additional_information") or {}
+        information = dict(prompt.get("additional_information") or {})
+        sound = (prompt.get("multi_modal_data") or {}).get("audio")
+        if self._reads_sound:
+            sound = information.pop(REF_AUDIO, sound)
         parameters = {i: self.read_parameters(i, given.get(i), information) for i in self.function_parameters}
         if inputs:
             information = {key: value for each in inputs.values() for key, value in each.additional_information.items()}
@@ -329,6 +335,9 @@ class RequestBuilder:
         }
         if start is not None:
             stages[start.stage_id].input_override = _read_override(request_id, start, prompt)
+        is_read = self._add_sound(stages, prompt, sound) or engine_requests or diffusion or start is not None
+        if prompt.get("multi_modal_data") and not is_read:
+            raise ValueError("multi_modal_data: no stage of this pipeline reads any; remove it")
         if text is not None:
             stages[text.stage_id].is_complete = text.is_complete
             stages[text.stage_id].num_ready_tokens = text.first.num_ready_tokens
@@ -342,6 +351,20 @@ class RequestBuilder:
                     stages[stage_id].spoken_text = msgspec.structs.replace(spoken_text, rows=rows)
                 self._processors[stage_id].validate(stages[stage_id])
         return stages, self._config.final_stages(modalities, None if start is None else start.stage_id)
+
+    def _add_sound(self, stages: Mapping[int, StageRequest], prompt: OmniPrompt, sound: Any) -> bool:
+        """Adds the sound, if any, of a prompt with a text to a stage that reads both. Whether there is one."""
+        for stage_id, request in stages.items() if sound is not None else ():
+            stage, parameters = self._config.stages[stage_id], self.function_parameters.get(stage_id)
+            if parameters is None or parameters.sound_rate is None:
+                continue
+            if request.input_override is None and not stage.engine_input_source:
+                request.input_override = _read_override(request.request_id, stage, prompt)
+            if request.input_override is not None:  # Else it reads the text that another stage writes.
+                wave = read_sound(sound, "audio", parameters.sound_rate, MAX_SOUND_BESIDE_TEXT_S)
+                request.input_override.tensors = {"audio": wave}
+                return True
+        return False
 
     def _speaks_text(self, stage: OmniStageConfig) -> bool:
         """Whether it is a stage that speaks the text of a chat's answer."""
@@ -502,7 +525,7 @@ def list_voices(
 def _read_override(request_id: str, stage: OmniStageConfig, prompt: OmniPrompt) -> StageOutput:
     """What a caller gives a stage, as the output of a stage before it."""
     given = StageOutput(request_id=request_id, stage_id=CALLER)
-    if stage.accepts == "text":
+    if stage.accepts not in _MEDIA:
         text = read_text(prompt.get("prompt"), "prompt")
         given.completions = [Completion(text=text, finish_reason="stop")]
         return given

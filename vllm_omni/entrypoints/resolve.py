@@ -26,7 +26,7 @@ from vllm_omni.engine.hub import check_on_hub
 from vllm_omni.engine.stage_args import LENGTH, VLLM_ARGUMENTS
 from vllm_omni.engine.text_models import is_of_vllm, why_not_text
 from vllm_omni.errors import StageConfigError
-from vllm_omni.model_executor.speech_model import find_speech_class, is_speech_checkpoint
+from vllm_omni.model_executor.speech_model import find_speech_class, find_speech_input
 from vllm_omni.model_executor.transcription_model import find_transcription_class, is_transcription_checkpoint
 from vllm_omni.model_packages import find_models
 from vllm_omni.placement.budgets import apply_budgets
@@ -148,9 +148,8 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | 
     try:
         hf_config = _read_hf_config(model, engine_args)
     except StageConfigError:
-        if any(
-            is_one(model, engine_args) for is_one in (is_speech_checkpoint, is_transcription_checkpoint)
-        ):  # vLLM does not read all configurations of transformers.
+        # vLLM does not read all configurations of transformers.
+        if find_speech_input(model, engine_args) or is_transcription_checkpoint(model, engine_args):
             return None
         raise
     if hf_config.model_type in models.stage_configs:
@@ -164,7 +163,7 @@ def _source_by_model_type(model: str, engine_args: Mapping[str, Any]) -> Path | 
         raise StageConfigError(
             f"{model}: no package has a stage configuration for model_type {hf_config.model_type!r} (architecture "
             f"{', '.join(hf_config.architectures or ['not given'])}), it is no text model: {reason}, and "
-            "transformers has no class of this name that makes sound of a text, or text of a sound\n"
+            "transformers has no class of this name that makes sound of a text or a sound, or text of a sound\n"
             f"{models.describe()}"
         )
     return models.stage_configs["text"]
@@ -199,8 +198,9 @@ def _single_stage(args: OmniArgs) -> PipelineConfig:
     stages = []
     if is_transcription_checkpoint(args.model, args.engine_args):
         stages.append(_transformers_stage(0, "asr", "audio", "text"))
-    if is_speech_checkpoint(args.model, args.engine_args) or not stages:
-        stages.append(_transformers_stage(len(stages), "speech", "text", "audio"))
+    speech_input = find_speech_input(args.model, args.engine_args)
+    if speech_input is not None or not stages:
+        stages.append(_transformers_stage(len(stages), "speech", speech_input or "text", "audio"))
     return PipelineConfig(stage_args=stages)
 
 

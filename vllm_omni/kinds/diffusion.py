@@ -9,7 +9,7 @@ from vllm_omni.config.dit_config import DIT_PARALLEL_SIZES, DIT_SETTINGS, DiTCon
 from vllm_omni.config.resources import parse_memory
 from vllm_omni.config.stage import OmniStageConfig, StageKind
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.control import WEIGHT_VERBS, AddLoRA, ResetEncoderCache, Sleep, StartProfile, StopProfile, WakeUp
+from vllm_omni.control import WEIGHT_VERBS, AddLoRA, ResetEncoderCache, Sleep, WakeUp
 from vllm_omni.errors import StageConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ class Diffusion(StageKind):
     parallel_sizes = DIT_PARALLEL_SIZES
     leaves_no_room = True
     reads_weights = True
-    verbs = StageKind.verbs | WEIGHT_VERBS | {
-        AddLoRA, ResetEncoderCache, Sleep, StartProfile, StopProfile, WakeUp,
-    }  # fmt: skip
+    verbs = StageKind.verbs | WEIGHT_VERBS | {AddLoRA, ResetEncoderCache, Sleep, WakeUp}
     checkpoint_is = "a diffusers pipeline"
     checkpoint_file = "model_index.json"
 
@@ -68,12 +66,6 @@ class Diffusion(StageKind):
 
     def known_arguments(self) -> set[str]:
         return set(DIT_SETTINGS)
-
-    def check_arguments(self, model: str) -> None:
-        if self.settings.profiler_config is not None:
-            from vllm_omni.stage.profiler import read_profiler_config
-
-            read_profiler_config(self.settings.profiler_config, self.stage.label)
 
     def computed_arguments(self, model: str) -> Iterator[tuple[str, Any, str]]:
         info = self.load_pipeline_info(model)

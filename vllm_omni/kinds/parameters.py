@@ -4,7 +4,7 @@ caller's process."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -15,6 +15,8 @@ from vllm_omni.inputs import VOICE_FIELD, TranscriptionParameters
 
 VOICE = "voice"
 """The parameter that a prompt sets as `VOICE_FIELD`."""
+REF_AUDIO = "ref_audio"
+"""The key of a prompt's `additional_information` that is the sound beside its text, as `multi_modal_data["audio"]`."""
 
 
 class FunctionParameters:
@@ -23,6 +25,7 @@ class FunctionParameters:
     Attributes:
         names: Those that a request may set.
         voices: The values of `voice` in lower case, the default one first.
+        sound_rate: Samples per second of the sound that the stage reads beside its text; None: it reads none.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class FunctionParameters:
         parameters: type[msgspec.Struct],
         defaults: Mapping[str, Any],
         voices: Sequence[str] = (),
+        sound_rate: int | None = None,
     ) -> None:
         """
         Args:
@@ -42,6 +46,7 @@ class FunctionParameters:
         self._stage = stage
         self._type = parameters
         self.names = self._type.__struct_encode_fields__
+        self.sound_rate = sound_rate
         self._voices = {name.lower(): name for name in voices}
         if self._voices and VOICE not in self.names:
             raise StageConfigError(f"{stage.label}: {stage.function} has voices, but no parameter {VOICE!r}")
@@ -55,8 +60,9 @@ class FunctionParameters:
 
     @property
     def prompt_fields(self) -> frozenset[str]:
-        """The keys of a prompt's `additional_information` that set parameters."""
-        return frozenset(VOICE_FIELD if name == VOICE else name for name in self.names)
+        """The keys of a prompt's `additional_information` that set parameters, and `REF_AUDIO` if it reads a sound."""
+        own = frozenset(VOICE_FIELD if name == VOICE else name for name in self.names)
+        return own if self.sound_rate is None else own | {REF_AUDIO}
 
     def read(self, given: Any, information: Mapping[str, Any]) -> dict[str, Any]:
         """
@@ -99,6 +105,9 @@ class FunctionParameters:
             msgspec.msgpack.encode(plain)
         except msgspec.ValidationError as error:
             problem, name = split_error(error)
+            annotation = get_type_hints(self._type).get(name)
+            if get_origin(annotation) is Literal and "enum value" in problem:
+                problem += f"; there are {', '.join(map(str, get_args(annotation)))}"
             raise ValueError(f"{name + ': ' if name else ''}{problem} (stage {self._stage.name!r})") from error
         except OverflowError as error:
             raise ValueError(f"a parameter of stage {self._stage.name!r} is too large: {error}") from error

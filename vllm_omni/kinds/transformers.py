@@ -66,6 +66,7 @@ class Transformers(StageKind):
         return set(TRANSFORMERS_SETTINGS)
 
     def check_arguments(self, model: str) -> None:
+        super().check_arguments(model)
         self.open_model(self.stage.checkpoint(model))
 
     def with_checkpoint(self, model: str) -> OmniStageConfig:
@@ -122,7 +123,8 @@ class Transformers(StageKind):
         from vllm_omni.kinds.parameters import FunctionParameters
 
         opened = self.open_model(self.stage.engine_args["model"])  # `with_checkpoint` has set it.
-        return FunctionParameters(self.stage, opened.parameters, self.stage.default_sampling_params, opened.voices)
+        defaults = self.stage.default_sampling_params
+        return FunctionParameters(self.stage, opened.parameters, defaults, opened.voices, opened.sound_rate)
 
     def make_engine(
         self, model: str, outbox: "Outbox", workers: "RayWorkers | None" = None, log_stats: bool = False

@@ -16,8 +16,6 @@ from vllm_omni.control import (
     ResetMMCache,
     ResetPrefixCache,
     Sleep,
-    StartProfile,
-    StopProfile,
     WakeUp,
 )
 from vllm_omni.errors import StageConfigError
@@ -47,8 +45,7 @@ class _VllmStage(StageKind):
     reads_weights = True
     spins = True
     verbs = StageKind.verbs | WEIGHT_VERBS | {
-        AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, StartProfile, StopProfile,
-        WakeUp,
+        AddLoRA, CollectiveRPC, ResetEncoderCache, ResetMMCache, ResetPrefixCache, Sleep, WakeUp,
     }  # fmt: skip
 
     @property

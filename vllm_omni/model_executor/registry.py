@@ -63,6 +63,7 @@ SPEECH_ADAPTERS: dict[str, str] = {
     "BarkModel": f"{_ADAPTERS}:Bark",
     "DiaForConditionalGeneration": f"{_ADAPTERS}:Dia",
     "FastSpeech2ConformerWithHifiGan": f"{_ADAPTERS}:FastSpeech2Conformer",
+    "MoshiForConditionalGeneration": f"{_ADAPTERS}:Moshi",
     "MusicgenForConditionalGeneration": f"{_ADAPTERS}:Musicgen",
     "MusicgenMelodyForConditionalGeneration": f"{_ADAPTERS}:MusicgenMelody",
     "SeamlessM4TForSpeechToSpeech": f"{_ADAPTERS}:SeamlessM4T",

@@ -4,17 +4,22 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoTokenizer
-from transformers.utils import is_uroman_available
+from transformers import AutoFeatureExtractor, AutoTokenizer
+from transformers.utils import is_torchaudio_available, is_uroman_available
 
-from vllm_omni.errors import StageConfigError
+from vllm_omni.errors import InvalidRequestError, StageConfigError
+from vllm_omni.model_executor.language_codes import ISO_639_3
 from vllm_omni.model_executor.row_noise import RowNoise
 from vllm_omni.model_executor.speech_model import SpeechModel
+
+_MOSHI_FRAMES = 250
+"""20 s: how long Moshi speaks, which ends by itself at no time, where a request does not say it."""
 
 
 class Vits(SpeechModel):
@@ -110,9 +115,13 @@ class Bark(SpeechModel):
 
 
 class Dia(SpeechModel):
-    """A text names its speaker; the processor has the codec."""
+    """A text names its speaker; the processor has the codec. A recording is of a voice, and begins the text, too."""
 
     joins = True
+
+    @property
+    def sound_rate(self) -> int:
+        return self.sample_rate
 
     def load_processor(self, **args: Any) -> Any:
         processor = super().load_processor(**args)
@@ -122,18 +131,30 @@ class Dia(SpeechModel):
     def prepare_text(self, text: str) -> str:
         return text if text.startswith("[S") else f"[S1] {text}"
 
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        read = self.processor(text=["[S1]"], audio=[sound], sampling_rate=self.sound_rate, return_tensors="pt")
+        return {name: read[name] for name in ("decoder_input_ids", "decoder_attention_mask")}
+
+    def call(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        before = self.processor.get_audio_prompt_len(inputs["decoder_attention_mask"])
+        return self.processor.batch_decode(super().call(inputs, options), audio_prompt_len=before)
+
     def decode(self, output: Any, num_rows: int) -> list[torch.Tensor]:
-        return self.processor.batch_decode(output)
+        return output
 
 
 class SeamlessM4T(SpeechModel):
     """The text has a language of its own, and its speech may have another. That of a sound it finds itself."""
 
-    hearing_classes = tuple(
-        f"SeamlessM4T{own}" for own in ("Model", "v2Model", "ForSpeechToSpeech", "v2ForSpeechToSpeech")
-    )
+    hearing_classes = ("SeamlessM4TModel", "SeamlessM4Tv2Model")
+    only_hearing_classes = ("SeamlessM4TForSpeechToSpeech", "SeamlessM4Tv2ForSpeechToSpeech")
     generation_parameters = ("do_sample", "temperature", "top_k", "top_p")
     limits_tokens = False
+
+    @cached_property
+    def languages(self) -> Sequence[str]:
+        known = super().languages
+        return [*known, *(short for short, code in ISO_639_3.items() if code in known)]
 
     @cached_property
     def parameters(self) -> type[msgspec.Struct]:
@@ -143,21 +164,68 @@ class SeamlessM4T(SpeechModel):
     def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
         if self.hears:
             return self.processor(audio=list(texts), sampling_rate=self.input_rate, return_tensors="pt")
-        language = getattr(parameters, "source_language", None)
+        language: Any = getattr(parameters, "source_language", None)
+        language = ISO_639_3.get(language, language)
         return self.processor(text=list(texts), src_lang=language, return_tensors="pt", padding=True)
+
+    def options(self, parameters: Any, num_rows: int) -> dict[str, Any]:
+        found = super().options(parameters, num_rows)
+        if self.languages:
+            found["tgt_lang"] = ISO_639_3.get(parameters.language, parameters.language)
+        return found
 
 
 class Musicgen(SpeechModel):
-    """The text is a prompt; without a recording the tokenizer is enough."""
+    """The text is a prompt, and a recording is what the music continues; without one the tokenizer is enough."""
 
     joins = True
     speaks = False
 
+    @property
+    def sound_rate(self) -> int | None:
+        parts = [part for file in self.files[1:] for part in (file, file.get("feature_extractor") or {})]
+        return next((part["sampling_rate"] for part in parts if "sampling_rate" in part), None)
+
     def load_processor(self, **args: Any) -> Any:
         return AutoTokenizer.from_pretrained(self.model, **args)
 
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        extractor = AutoFeatureExtractor.from_pretrained(self.model, **self.load_arguments)
+        return extractor(sound, sampling_rate=self.sound_rate, return_tensors="pt")
+
 
 class MusicgenMelody(Musicgen):
-    """A prompt is a prefix of the codes, whose positions its padding would move."""
+    """A prompt is a prefix of the codes, whose positions its padding would move. A recording is the melody."""
 
     joins = False
+
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        if not is_torchaudio_available():
+            raise InvalidRequestError("a recording is read by torchaudio; install it: pip install torchaudio", "")
+        return super().encode_sound(sound)
+
+
+class Moshi(SpeechModel):
+    """Is silent while it hears a sound, and then speaks as long as it is told to. Its text is not given."""
+
+    only_hearing_classes = ("MoshiForConditionalGeneration",)
+    generation_parameters = ("do_sample", "temperature", "top_k", "top_p")
+
+    def load_processor(self, **args: Any) -> Any:
+        read: dict[str, Any] = {"feature_extractor": AutoFeatureExtractor, "tokenizer": AutoTokenizer}
+        return SimpleNamespace(**{name: each.from_pretrained(self.model, **args) for name, each in read.items()})
+
+    def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
+        read = self.processor.feature_extractor(texts[0], sampling_rate=self.input_rate, return_tensors="pt")
+        heard = read["input_values"]
+        num_frames = -(-heard.shape[-1] // self.config.audio_encoder_config.frame_size)
+        silence = torch.full((1, num_frames), self.tokenizer.convert_tokens_to_ids("<pad>"))
+        return {"input_ids": silence, "user_input_values": heard, "moshi_input_values": torch.zeros_like(heard)}
+
+    def options(self, parameters: Any, num_rows: int) -> dict[str, Any]:
+        length = parameters.max_new_tokens or _MOSHI_FRAMES
+        return {**super().options(parameters, num_rows), "max_new_tokens": length}
+
+    def call(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        sound = super().call(inputs, options).audio_sequences
+        return sound[..., inputs["input_ids"].shape[1] * self.config.audio_encoder_config.frame_size :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose transformers class makes sound of a text with its own `generate` or `forward`.
+"""A checkpoint whose transformers class makes sound of a text, or of a sound, with its own `generate` or `forward`.
 
 What a request may set, and how the class is called, follows from the checkpoint's configuration, its generation
 configuration, its processor and the signature of the class. What those do not tell is in a subclass of `SpeechModel`, a
@@ -11,9 +11,10 @@ import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -33,7 +34,7 @@ from vllm_omni.model_executor.transformers_model import (
     TransformersSettings,
     load_config,
     no_class_error,
-    to_device,
+    to_module,
 )
 from vllm_omni.model_packages import find_models
 
@@ -68,12 +69,19 @@ def find_speech_class(hf_config: PretrainedConfig) -> str | None:
     return next((name for name in architectures if name in names and hasattr(transformers, name)), None)
 
 
-def is_speech_checkpoint(model: str, engine_args: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint makes sound of a text with a class of transformers."""
+def find_speech_input(model: str, engine_args: Mapping[str, Any]) -> Literal["text", "audio"] | None:
+    """What a checkpoint makes sound of, with a class of transformers; None if it makes none."""
     try:
-        return find_speech_class(load_config(model, engine_args)) is not None
+        name = find_speech_class(load_config(model, engine_args))
     except Exception:  # Of any library that reads it; the caller reports why it cannot be read.
-        return False
+        return None
+    return None if name is None else "audio" if name in _model_type(name).only_hearing_classes else "text"
+
+
+def _model_type(name: str) -> "type[SpeechModel]":
+    """The class here for one of transformers."""
+    adapter = find_models().speech_adapters.get(name)
+    return SpeechModel if adapter is None else pkgutil.resolve_name(adapter)
 
 
 def open_speech_model(
@@ -91,13 +99,21 @@ def open_speech_model(
     name = find_speech_class(hf_config)
     if name is None:
         raise no_class_error(model, hf_config, "makes no sound of a text")
-    adapter = find_models().speech_adapters.get(name)
-    model_type: type[SpeechModel] = SpeechModel if adapter is None else pkgutil.resolve_name(adapter)
-    if hears and name not in model_type.hearing_classes:
+    model_type = _model_type(name)
+    if hears and name not in (*model_type.hearing_classes, *model_type.only_hearing_classes):
         raise StageConfigError(f"{model}: {name} makes sound of a text, and the input of this stage is a sound")
+    if not hears and name in model_type.only_hearing_classes:
+        raise StageConfigError(f"{model}: {name} makes sound of a sound; the stage needs accepts: audio")
     opened = model_type(model, settings, hf_config, getattr(transformers, name))
     opened.hears = hears
     return opened
+
+
+class TextWithSound(NamedTuple):
+    """A text, and the sound that a request gives beside it: float32 `[samples]` at `SpeechModel.sound_rate`."""
+
+    text: str
+    sound: np.ndarray
 
 
 class SpeechModel(TransformersModel):
@@ -111,7 +127,8 @@ class SpeechModel(TransformersModel):
         generation_parameters: What a request may set of the generation configuration.
         limits_tokens: A request may set `max_new_tokens`.
         hearing_classes: Classes of transformers that also make sound of a sound.
-        hears: This model does: in the place of texts it has sounds, float32 `[samples]`.
+        only_hearing_classes: Those that make sound of a sound, and of nothing else.
+        hears: This model makes sound of sounds: in the place of texts it has these, float32 `[samples]`.
         processor, vocoder: Of a loaded model; no vocoder where the class makes waveforms.
     """
 
@@ -119,6 +136,7 @@ class SpeechModel(TransformersModel):
     generation_parameters: ClassVar[Sequence[str]] = tuple(_GENERATION_PARAMETERS)
     limits_tokens: ClassVar[bool] = True
     hearing_classes: ClassVar[Sequence[str]] = ()
+    only_hearing_classes: ClassVar[Sequence[str]] = ()
     hears: bool = False
 
     processor: Any
@@ -254,14 +272,21 @@ class SpeechModel(TransformersModel):
     def compute(self, texts: Sequence[Any], parameters: Any) -> list[torch.Tensor]:
         """The sounds of texts, or of sounds, with the same parameters, computed together.
 
+        Args:
+            texts: Of a text with a sound beside it, a `TextWithSound`.
+
         Returns:
             float32 `[samples]`, or `[channels, samples]`, of each text.
         """
         torch.manual_seed(parameters.seed)
+        sounds = [text.sound for text in texts if isinstance(text, TextWithSound)]
+        texts = [text.text if isinstance(text, TextWithSound) else text for text in texts]
         with self._lock:
             prepared = texts if self.hears else [self.prepare_text(text) for text in texts]
-            inputs = self.encode(prepared, parameters)
-        inputs = to_device(inputs, self.module.device)
+            inputs = dict(self.encode(prepared, parameters))
+        for sound in sounds:
+            inputs |= self.encode_sound(sound)
+        inputs = to_module(inputs, self.module)
         options = self.options(parameters, len(texts))
         with torch.inference_mode():
             if len(texts) == 1:
@@ -279,6 +304,14 @@ class SpeechModel(TransformersModel):
     def input_rate(self) -> int:
         """Samples per second of the sounds that it hears."""
         return self.processor.feature_extractor.sampling_rate
+
+    def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
+        """The model's further inputs for a sound beside a text, float32 `[samples]` at `sound_rate`.
+
+        Raises:
+            InvalidRequestError: A package that reads it is missing.
+        """
+        raise NotImplementedError
 
     def encode(self, texts: Sequence[Any], parameters: Any) -> Mapping[str, Any]:
         """The model's inputs."""

@@ -25,7 +25,7 @@ from vllm_omni.model_executor.transformers_model import (
     TransformersSettings,
     load_config,
     no_class_error,
-    to_device,
+    to_module,
 )
 from vllm_omni.model_packages import find_models
 
@@ -129,10 +129,7 @@ class TranscriptionModel(TransformersModel):
             sounds: float32 `[samples]` each.
         """
         torch.manual_seed(0)
-        inputs = to_device(self.encode(sounds, parameters), self.module.device)
-        for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                inputs[name] = value.to(self.module.dtype)
+        inputs = to_module(self.encode(sounds, parameters), self.module)
         with torch.inference_mode():
             return self.call(inputs, parameters, len(sounds))
 

@@ -44,6 +44,8 @@ class TransformersSettings:
     `voices` in the checkpoint."""
     max_audio_clip_s: Annotated[float, msgspec.Meta(ge=1, le=3600)] = 30.0
     """Seconds of a sound that a model that transcribes reads at once; longer ones are cut at pauses."""
+    profiler_config: dict[str, Any] | None = None
+    """Fields of vLLM's `ProfilerConfig`, as `{profiler: torch, torch_profiler_dir: /tmp/traces}`."""
 
 
 TRANSFORMERS_SETTINGS = tuple(setting.name for setting in fields(TransformersSettings))
@@ -114,6 +116,11 @@ class TransformersModel:
             return json.load(file)
 
     @property
+    def sound_rate(self) -> int | None:
+        """Samples per second of the sound that a request may give beside its text; None: it reads none."""
+        return None
+
+    @property
     def load_arguments(self) -> dict[str, Any]:
         """The arguments of every `from_pretrained`."""
         return {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
@@ -144,10 +151,10 @@ def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
     return True
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """A value, or a mapping of any depth, with all tensors on a device."""
+def to_module(value: Any, module: Any) -> Any:
+    """A value, or a mapping of any depth, with all tensors where a module is; floats in its type."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return value.to(module.device, module.dtype if value.is_floating_point() else None)
     if isinstance(value, Mapping) or hasattr(value, "items"):
-        return {name: to_device(each, device) for name, each in value.items()}
+        return {name: to_module(each, module) for name, each in value.items()}
     return value

@@ -59,6 +59,11 @@ class HostedStage:
         self.engine = stage.kind.make_engine(self.spec.model, self._outbox, self.spec.workers, self.spec.log_stats)
         self.engine.on_failure = partial(_exit_process, self._lifeline, f"{self.label}: a worker of its engine ended")
         self.engine.recorder = self._recorder
+        profiler_config = None if self.engine.has_own_profiler else stage.read_profiler_config()
+        if profiler_config is not None:
+            from vllm_omni.stage.profiler import make_stage_profiler  # imports vLLM's
+
+            self.engine.profiler = make_stage_profiler(profiler_config, stage.stage_id)
         if self.spec.placement.max_threads is not None:
             self.engine.cores = SharedCores(
                 Path(self.spec.run_dir), self.spec.instance.instance_id, self.spec.placement

@@ -36,7 +36,7 @@ _RAY_PORT = 6380
 _HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
+    "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
 _START_S = 20.0
@@ -220,7 +220,7 @@ def _open_tap(name: str) -> int:
 
 
 class RayNodes:
-    """Ray on hosts; it notices the death of a node within 3 seconds.
+    """Ray on hosts; it notices a node that is switched off within 3 seconds, one that is frozen or cut off within 8.
 
     Attributes:
         env: For programs on the hosts that use the cluster.

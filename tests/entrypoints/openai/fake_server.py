@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -59,18 +60,45 @@ class FakeServer:
                     yield event.outputs[-1].outputs[0].text
 
 
+class _Server(uvicorn.Server):
+    """Ends when `end` is called, and its connections have: uvicorn asks only every 0.1 s, and then waits as long."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._end: Future[None] = Future()
+
+    def end(self) -> None:
+        """For any thread."""
+        self._end.set_result(None)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await asyncio.wrap_future(self._end)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for connections and requests as long as uvicorn does; those that still run are cancelled."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for _ in range(10):
+            if not (self.server_state.connections or self.server_state.tasks):
+                return
+            await asyncio.sleep(0.01)
+
+
 @contextmanager
 def over_http(app: FastAPI, **options: Any) -> Iterator[str]:
     """Serves an application in a thread; yields its URL. `options` are uvicorn's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         limit_kernel_buffer(listener)
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical", **options))
+        server = _Server(uvicorn.Config(app, lifespan="off", log_level="critical", **options))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = server.force_exit = True  # Also with requests that still run.
+            server.end()
             thread.join()
 
 

@@ -18,7 +18,7 @@ from vllm_omni import OmniLLM
 from vllm_omni.errors import StageConfigError, StageStartError
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 
-GROUP = "app"
+GROUP = "llm"
 pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1, "height": 32, "width": 32}

@@ -4,6 +4,7 @@
 import asyncio
 import base64
 import io
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,61 @@ def test_a_stream_ends_with_the_image(showing: AsyncOmniLLM) -> None:
     np.testing.assert_array_equal(image_of(last, "delta"), whole)
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
     assert lines[-2] == "data: [DONE]"
+
+
+def respond(llm: AsyncOmniLLM, *tools: dict[str, Any], **body: Any) -> httpx.Response:
+    tools = tuple({"type": "image_generation", **tool} for tool in tools)
+    return chat(llm, "/v1/responses", messages=None, **{"input": "a hen", "tools": tools, **body})
+
+
+def painted(item: dict[str, Any]) -> np.ndarray:
+    assert (item["type"], item["status"]) == ("image_generation_call", "completed") and item["id"].startswith("ig_")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(item["result"]))))
+
+
+def test_a_response_has_the_picture_of_a_chat(showing: AsyncOmniLLM) -> None:
+    """Where OpenAI's tool asks for it, in its size and format."""
+    expected = chat(showing, modalities=BOTH).json()["choices"][0]
+    text, call = respond(showing, {}).json()["output"]
+    assert text["content"][0]["text"] == expected["message"]["content"]
+    np.testing.assert_array_equal(painted(call), image_of(expected))
+    _, small = respond(showing, {"size": "32x16", "output_format": "webp", "quality": "low"}).json()["output"]
+    assert painted(small).shape == (16, 32, 3) and base64.b64decode(small["result"])[8:12] == b"WEBP"
+    for body in ({"tools": []}, {"tool_choice": "none"}):
+        (only,) = respond(showing, {}, **body).json()["output"]
+        assert only["type"] == "message"
+    again = [{"role": "user", "content": "a hen"}, text, call, {"role": "user", "content": "and a fox"}]
+    _, call = respond(showing, {}, input=again).json()["output"]
+    assert painted(call).shape == (32, 48, 3)
+
+
+def test_a_streamed_response_ends_with_the_picture(showing: AsyncOmniLLM) -> None:
+    _, whole = respond(showing, {}).json()["output"]
+    lines = respond(showing, {}, stream=True).text.split("\n\n")
+    events = [json.loads(line.partition("data: ")[2]) for line in lines if line]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    added, *states, done, end = events[-6:]
+    assert (added["type"], done["type"]) == ("response.output_item.added", "response.output_item.done")
+    assert (added["item"]["status"], added["item"]["result"]) == ("in_progress", None)
+    names = [f"response.image_generation_call.{state}" for state in ("in_progress", "generating", "completed")]
+    assert [state["type"] for state in states] == names and {state["output_index"] for state in states} == {1}
+    assert end["type"] == "response.completed" and end["response"]["output"][1] == done["item"]
+    np.testing.assert_array_equal(painted(done["item"]), painted(whole))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [
+        ({"size": "large"}, "tools[0].size"),
+        ({"background": "transparent"}, "tools[0].background"),
+        ({"output_format": "svg"}, "tools[0].output_format"),
+        ({"input_image_mask": {"file_id": "a"}}, "tools[0].input_image_mask"),
+    ],
+)
+def test_a_wrong_tool_for_pictures(showing: AsyncOmniLLM, tool: dict[str, Any], field: str, stream: bool) -> None:
+    refused = respond(showing, tool, stream=stream)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
 
 
 def test_a_streamed_answer_is_not_kept(showing: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:

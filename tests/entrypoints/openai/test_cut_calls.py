@@ -15,7 +15,7 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.messages import OmniServingMessages
 from vllm_omni.vllm_protocol import ChatCompletionResponse
 
-GROUP = "app"
+GROUP = "llm"
 NAME, NUM_TOKENS = "dive", 120
 SCHEMA: dict[str, Any] = {
     "type": "object",

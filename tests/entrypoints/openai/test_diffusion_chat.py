@@ -32,7 +32,7 @@ from vllm_omni.media import encode_outputs
 from vllm_omni.outputs import OmniRequestOutput, StageOutput
 from vllm_omni.sampling_params import DiffusionSamplingParams
 
-GROUP = "app"
+GROUP = "llm"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()

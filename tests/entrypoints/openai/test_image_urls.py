@@ -28,7 +28,7 @@ from vllm_omni.entrypoints.openai.http_errors import OmniHTTPError
 from vllm_omni.entrypoints.openai.server_args import ServerLimits
 from vllm_omni.entrypoints.openai.video_store import VideoStore
 
-GROUP = "app"
+GROUP = "llm"
 REQUEST: dict[str, Any] = {
     "prompt": "a hen",
     "size": "32x32",

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.entrypoints.openai.media_apps import MODEL, png, send, use, with_flags
 from vllm_omni.entrypoints.openai.images import ImageEditRequest
 
-GROUP = "app"
+GROUP = "llm"
 SMALL: dict[str, Any] = {"num_inference_steps": 2, "seed": 1}
 
 

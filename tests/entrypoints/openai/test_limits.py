@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from tests.clock import Clock
 from tests.entrypoints.openai.small_apps import make_app, pieces, send
 from vllm_omni.entrypoints.openai import middleware
 from vllm_omni.entrypoints.openai.server_args import (
@@ -226,6 +227,7 @@ def test_a_body_that_stops_is_refused_and_frees_its_bytes(
         refused = await room.client.post(path, content=stopping(), headers={"content-type": content_type})
         assert refused.status_code == 408 and refused.headers["connection"] == "close"
         assert "--min-body-rate" in refused.json()["error"]["message"]
+        monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 60.0)
         whole = await room.client.post("/v1/echo", content=b'{"text": "' + b"x" * 88 + b'"}', headers=JSON)
         assert whole.status_code == 200
 
@@ -233,12 +235,13 @@ def test_a_body_that_stops_is_refused_and_frees_its_bytes(
 
 
 def test_a_slow_body_is_read_if_it_has_the_lowest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(middleware, "time", clock)
 
     async def trickling() -> AsyncIterator[bytes]:
         yield b'{"text": "'
-        for _ in range(20):  # Much longer than the patience; 500 bytes a second.
-            await asyncio.sleep(0.05)
+        for _ in range(20):  # Much longer than the patience; 5 bytes a second.
+            clock.now += 5
             yield b"x" * 25
         yield b'"}'
 
@@ -247,6 +250,6 @@ def test_a_slow_body_is_read_if_it_has_the_lowest_rate(monkeypatch: pytest.Monke
         statuses.append(answer.status_code)
 
     statuses: list[int] = []
-    in_room(main, min_body_rate=100)
-    in_room(main, min_body_rate=100_000)
+    in_room(main, min_body_rate=1)
+    in_room(main, min_body_rate=1000)
     assert statuses == [200, 408]

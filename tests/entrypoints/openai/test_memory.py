@@ -13,7 +13,8 @@ import pytest
 from fastapi import FastAPI, Request
 
 from tests.entrypoints.openai.small_apps import make_app, send
-from vllm_omni.entrypoints.openai import middleware, server_process
+from vllm_omni.entrypoints.openai import middleware
+from vllm_omni.metrics import memory
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +80,8 @@ print(held - psutil.Process().memory_info().vms)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_freed_blocks_are_returned_to_the_system() -> None:
-    call = "from vllm_omni.entrypoints.openai.server_process import return_large_blocks; return_large_blocks()"
-    environment = {name: value for name, value in os.environ.items() if name not in server_process._TUNABLES}
+    call = "from vllm_omni.metrics.memory import return_large_blocks; return_large_blocks()"
+    environment = {name: value for name, value in os.environ.items() if name not in memory._TUNABLES}
 
     def returned(before: str = "", **variables: str) -> int:
         command = [sys.executable, "-c", DECODER.format(before=before)]

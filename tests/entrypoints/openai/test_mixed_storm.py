@@ -17,6 +17,7 @@ import pytest
 from tests.entrypoints.fake_pipelines import is_idle, running
 from tests.entrypoints.openai.fake_server import AppRequest, FakeServer
 from tests.fuzz.campaign import num_files
+from tests.orchestrator.test_failure import wait_until
 from vllm_omni import AsyncOmniLLM
 
 CONCURRENCY = 48
@@ -88,5 +89,12 @@ def test_thousands_of_mixed_requests_half_of_them_cut_off(tmp_path: Path) -> Non
         print(f"{cut_off} cut off; {dict(ends)}; files, threads, bytes: {measured}")
         assert ends.keys() == {200, 400, 404, 500} and cut_off > COUNTS[-1] / 3
         for before, after in zip(*measured[-2:], strict=True):
-            assert after[:2] == before[:2] and after[2] - before[2] < MAX_GROWTH, measured
+            assert after[2] - before[2] < MAX_GROWTH, measured
+
+        def has_no_more() -> bool:
+            """Files and threads than after fewer requests: what is only being closed or replaced is so soon."""
+            processes = zip(*measured[:-1], held(llm), strict=True)
+            return all(now[i] <= max(each[i] for each in before) for *before, now in processes for i in range(2))
+
+        wait_until(has_no_more, lambda: f"{measured}, now {held(llm)}")
         assert {stage.state for stage in llm.health()} == {"ready"}

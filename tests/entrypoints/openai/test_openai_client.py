@@ -28,7 +28,7 @@ from vllm_omni.media import encode_mp4
 from vllm_omni.testing.media import SAMPLE_RATE, make_audio, make_image, make_video
 
 GROUP = "server"
-NUM_TOKENS, NUM_FRAMES = 12, 24
+NUM_TOKENS, NUM_FRAMES = 12, 16
 GREEDY = [
     {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True},
     {"temperature": 0.0, "max_tokens": NUM_FRAMES},

@@ -17,6 +17,7 @@ from vllm import envs
 
 from tests.entrypoints.adapters import write_adapter
 from tests.entrypoints.openai.media_apps import MODEL, send, server_args, use
+from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
@@ -87,14 +88,19 @@ def test_a_paused_server_keeps_requests_until_it_resumes(app: FastAPI, mode: str
 
 def test_requests_that_run_when_it_is_paused(app: FastAPI) -> None:
     long = ask(max_tokens=400, ignore_eos=True)
+    orchestrator = app.state.engine_client.llm._pipeline.orchestrator
 
     async def main(client: openai.AsyncOpenAI) -> tuple[httpx2.Response, httpx2.Response, httpx2.Response]:
         http = client._client
 
+        async def begun() -> None:
+            """Waits until the engine has a part of its cache for it."""
+            while not (await asyncio.to_thread(fresh_stats, orchestrator))[0].kv_blocks_used:
+                pass
+
         async def running(mode: str) -> httpx2.Response:
             answer = asyncio.create_task(http.post("/v1/chat/completions", json=long))
-            while not any(app.state.engine_client.llm._pipeline.orchestrator.activity().values()):
-                await asyncio.sleep(0)
+            await begun()
             assert (await http.post("/pause", params={"mode": mode})).status_code == 200
             if mode == "keep":
                 assert (await http.post("/reset_prefix_cache")).json() == {"success": False}
@@ -104,8 +110,7 @@ def test_requests_that_run_when_it_is_paused(app: FastAPI) -> None:
 
         async def kept_and_waited_for() -> httpx2.Response:
             answer = asyncio.create_task(http.post("/v1/chat/completions", json=long))
-            while not any(app.state.engine_client.llm._pipeline.orchestrator.activity().values()):
-                await asyncio.sleep(0)
+            await begun()
             assert (await http.post("/pause", params={"mode": "keep"})).status_code == 200
             assert (await http.post("/pause", params={"mode": "wait"})).status_code == 200
             done = await answer
@@ -202,6 +207,11 @@ def test_weights_of_a_stage_change(app: FastAPI, tiny_qwen2_5_omni: Path, tmp_pa
     body = {"update_info": {"weights_path": str(tmp_path)}}
     message = error_of(send(app, "POST", "/update_weights", json=body), 400)
     assert "stage 0 (thinker)" in message and "the checkpoint has no weights in a folder" in message
+    tensors = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "ipc_handles_pickled": "gA=="}
+    for info in (tensors, [tensors], 5):
+        post(app, "/start_weight_update")
+        refused = send(app, "POST", "/update_weights", json={"update_info": info})
+        assert "not over NCCL or CUDA IPC" in error_of(refused, 400)
     assert "stage: there is no 'ear'" in error_of(send(app, "GET", "/weight_info", params={"stage": "ear"}), 400)
     assert error_of(send(app, "POST", "/finish_weight_update", json={}), 400)
     assert chat(app) == changed

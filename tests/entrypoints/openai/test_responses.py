@@ -103,6 +103,11 @@ class TestResponses:
         ]
         assert respond(app, given).output_text == expected
         assert expected != chat(app, user([asked]))
+        files = [
+            {"type": "input_file", "file_data": picture},
+            {"type": "input_file", "file_data": data["data"], "filename": "sound.flac"},
+        ]
+        assert respond(app, [user([*files, {"type": "input_text", "text": "What is this?"}])]).output_text == expected
 
     def test_a_second_turn_continues_the_first(self, app: FastAPI) -> None:
         first = respond(app, QUESTION)
@@ -156,11 +161,17 @@ class TestResponses:
             ),
             ([user([{"type": "nothing"}])], r"input\[0\].content\[0\]"),
             ([user([{"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}])], "input_file"),
+            ([user([{"type": "input_file", "file_data": "AAAA"}])], "input_file of an unknown type"),
+            ([user([{"type": "input_file", "file_id": "file-1"}])], "without file_data and file_url"),
         ],
     )
     def test_a_wrong_input(self, app: FastAPI, given: Any, words: str, stream: bool) -> None:
         with pytest.raises(openai.BadRequestError, match=words):
             respond(app, given, stream=stream)
+
+    def test_a_tool_for_pictures(self, app: FastAPI) -> None:
+        with pytest.raises(openai.BadRequestError, match="this model cannot paint; it outputs text, audio"):
+            respond(app, QUESTION, tools=[{"type": "image_generation"}])
 
     def test_an_unknown_response(self, app: FastAPI) -> None:
         for call in (

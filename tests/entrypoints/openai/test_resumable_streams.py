@@ -2,7 +2,6 @@
 """Clients that lose the connection of a streamed answer, and read on; and those that do not come back."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from fastapi import FastAPI, Response
 from openai.types.chat import ChatCompletionChunk
 
+from tests.clock import pass_time
 from tests.entrypoints.fake_pipelines import WRITER, is_idle, running
 from tests.entrypoints.int16_sound import assert_sounds_like
 from tests.entrypoints.openai.audio_stage import AUDIO_STAGE
@@ -248,19 +248,20 @@ def test_a_request_that_nobody_resumes_is_aborted(monkeypatch: pytest.MonkeyPatc
     async def main() -> None:
         source = Source()
         app = app_of(source)
-        monkeypatch.setattr(resumable_streams, "KEEP_S", 1.0)
         first, path = await begun(app, source, LINES[0])
         first.drop()
         resumed = AppRequest(app, path)
         await received(resumed, 1)
-        await asyncio.sleep(1.2)
+        await pass_time(2 * resumable_streams.KEEP_S, monkeypatch)
         source.add(LINES[1])
         await received(resumed, 2)
         assert not source.is_closed.is_set() and held_by(app) > 0, "somebody reads"
-        monkeypatch.setattr(resumable_streams, "KEEP_S", 0.05)
         resumed.drop()
-        await asyncio.wait_for(source.is_closed.wait(), 60)
-        await asyncio.wait([first._task, resumed._task])
+        await asyncio.wait([resumed._task])
+        assert not source.is_closed.is_set()
+        await pass_time(resumable_streams.KEEP_S, monkeypatch)
+        await source.is_closed.wait()
+        await asyncio.wait([first._task])
         assert (await asked(app, path))[0] == 404 and held_by(app) == 0
 
     asyncio.run(main())
@@ -358,14 +359,15 @@ def test_a_lost_client_holds_its_slot_until_it_is_lost_for_good(
     endless = {"stream": True, "options": {"fake_tokens": 100_000, "fake_seconds": 0.01}}
 
     async def main() -> None:
-        monkeypatch.setattr(resumable_streams, "KEEP_S", 2.0)
         request = AppRequest(app, "/v1/generate", endless)
         await request.first_chunk()
-        started = time.monotonic()
         request.drop()
+        (stream,) = app.state.omni_streams._streams.values()
+        await until(lambda: not stream.num_readers)
         assert (await asked(app, "/v1/generate", body={}))[0] == 429
+        await pass_time(resumable_streams.KEEP_S, monkeypatch)
         await request.disconnect()
-        assert time.monotonic() - started > 1.9 and is_idle(writer)
+        assert is_idle(writer)
         again = AppRequest(app, "/v1/generate", {"options": {"text": "hello"}})
         assert await again.end() == {"text": "hello>writer"}
 

@@ -5,6 +5,7 @@ import asyncio
 import io
 import json
 import random
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -216,16 +217,27 @@ def test_limits(llm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_does_not_read(llm: AsyncOmniLLM) -> None:
     """Its connection is closed, and its requests end."""
     app = FakeServer(llm, "--send-timeout-s=0.5").app
+    protocol: Any = web_socket_protocol(0.5)
+    is_closed = threading.Event()
+
+    def connection_lost(self: Any, error: Exception | None) -> None:
+        protocol.connection_lost(self, error)
+        is_closed.set()
 
     async def main(url: str) -> None:
         async with opened(url, max_queue=1, compression=None, close_timeout=1) as session:
             await session.append("A sentence of some length. " * 2000)
             await session.send("input_text_buffer.commit")
+            await session.until("speech.audio.delta")
+            assert await asyncio.to_thread(is_closed.wait, 60)
             async with asyncio.timeout(60):
                 while not is_idle(llm):
                     await asyncio.sleep(0.05)
+            with pytest.raises(websockets.ConnectionClosed):
+                while True:
+                    assert (await session.next())["type"] != "speech.audio.done"
 
-    with over_http(app, ws=web_socket_protocol(0.5)) as url:
+    with over_http(app, ws=type("Protocol", (protocol,), {"connection_lost": connection_lost})) as url:
         asyncio.run(main(url))
 
 

@@ -31,7 +31,7 @@ from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest
 from vllm_omni.testing.hf_oracle import HFOracle, OracleResult, hf_inputs
 from vllm_omni.testing.media import HARD_KINDS, PROMPT_KINDS, make_prompts
 
-THINKER_TOKENS, TALKER_TOKENS = 20, 40
+THINKER_TOKENS, TALKER_TOKENS = 20, 32
 THINKER = SamplingParams(temperature=0.0, max_tokens=THINKER_TOKENS)
 TALKER = {"temperature": 0.0, "repetition_penalty": 1.05, "max_tokens": TALKER_TOKENS, "detokenize": False}
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.8}

@@ -28,8 +28,8 @@ _REASONS = {
         enable_fault_tolerance fault_tolerance_config""",
     "the cache of preprocessed media is in the server's process; leave it out": """
         mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_tensor_ipc""",
-    "the server does not expose single engines; leave it out": """
-        tokens_only weight_transfer_config""",
+    "the server does not expose single engines; leave it out": "tokens_only",
+    "weights come from folders, not over NCCL or CUDA IPC (docs/operation.md); leave it out": "weight_transfer_config",
     "engines report through the pipeline's own metrics (docs/observability.md); leave it out": """
         enable_logging_iteration_details kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics
         show_hidden_metrics_for_version per_request_spec_decode_metrics""",

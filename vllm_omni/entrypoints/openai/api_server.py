@@ -88,7 +88,7 @@ TEXT_ONLY_PATHS = (
     "/v1/chat/completions/batch", "/v1/responses", MESSAGES_PATH, f"{MESSAGES_PATH}/count_tokens",
     "/generative_scoring",
 )  # fmt: skip
-"""Their answers have no place for anything else."""
+"""Their answers cannot be without text."""
 CHAT_PATHS = ("/v1/chat/completions", "/v1/completions", *TEXT_ONLY_PATHS)
 TEXT_PATHS = (*CHAT_PATHS[1:], "/tokenize", "/detokenize")
 # The handlers of the media endpoints, by the type of their outputs; each is made if the pipeline has a stage for it.

@@ -7,7 +7,7 @@ vLLM's routes and handlers answer with the text; `chat_media.py` and `streamed_c
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, Self, cast
@@ -31,9 +31,9 @@ from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.engine.input_processor import describe_refusal
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
-from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Transcripts, split_outputs
+from vllm_omni.entrypoints.openai.chat_media import ChatMedia, Transcripts
 from vllm_omni.entrypoints.openai.chat_messages import read_messages
-from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient
+from vllm_omni.entrypoints.openai.engine_client import EngineOutput, OmniEngineClient, split_outputs
 from vllm_omni.entrypoints.openai.http_errors import describe_errors, returned_error
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import Modality, flag
@@ -234,7 +234,7 @@ class OmniServingChat(OmniServing, OpenAIServingChat):
     async def chat_completion_full_generator(  # type: ignore[override]
         self,
         request: OmniChatCompletionRequest,
-        result_generator: AsyncIterator[EngineOutput],
+        result_generator: AsyncGenerator[EngineOutput, None],
         request_id: str,
         *args: Any,
         **kwargs: Any,

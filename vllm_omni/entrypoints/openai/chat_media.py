@@ -7,15 +7,13 @@ import asyncio
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import RequestOutput
 from vllm.utils import random_uuid
 
 from vllm_omni.config.stage_config import PipelineConfig
-from vllm_omni.entrypoints.openai.engine_client import EngineOutput
 from vllm_omni.entrypoints.openai.media_output import encode_speech, finish_reason_of, message_fields
 from vllm_omni.entrypoints.openai.request_context import RequestContext
 from vllm_omni.events import CompletedEvent
@@ -77,17 +75,6 @@ class Transcripts:
                 parameter=f"messages[{index}].audio.id",
             )
         return {**{key: value for key, value in message.items() if key != "audio"}, "content": transcript}
-
-
-async def split_outputs(
-    outputs: AsyncIterator[EngineOutput], completed: list[CompletedEvent]
-) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of text; the last event goes to `completed`."""
-    async for output in outputs:
-        if isinstance(output, RequestOutput):
-            yield output
-        elif isinstance(output, CompletedEvent):
-            completed.append(output)
 
 
 def outputs_besides_text(event: CompletedEvent) -> list[OmniRequestOutput]:

@@ -291,7 +291,8 @@ class OmniEngineClient(AsyncOperations, EngineClient):
                 "reasoning_parser_kwargs": reasoning_parser_kwargs,
             },
         )
-        outputs = PrefetchedStream(self._outputs(events, prompt, request_id, is_delta, options.has_media))
+        made = self._outputs(events, prompt, request_id, is_delta, options.has_media)
+        outputs = PrefetchedStream(split_outputs(made, context.completed) if options.keeps_media else made)
         context.outputs.append(outputs)
         return outputs
 
@@ -451,6 +452,18 @@ class OmniEngineClient(AsyncOperations, EngineClient):
     def cancel_wait(self) -> None:
         """Ends the wait of `shutdown` for running requests."""
         self._drain_guard.cancel_wait()
+
+
+async def split_outputs(
+    outputs: AsyncGenerator[EngineOutput, None], completed: list[CompletedEvent]
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of text; the last event goes to `completed`."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if isinstance(output, RequestOutput):
+                yield output
+            elif isinstance(output, CompletedEvent):
+                completed.append(output)
 
 
 def _with_added(params: SamplingParams, added: Mapping[str, Any]) -> SamplingParams:

@@ -5,7 +5,7 @@ which a pipeline says which stage they are of.
 There in vLLM's development mode only, and `SCALE_OUT_PATH` with `--enable-scale-out`. The others are vLLM's own.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
@@ -44,16 +44,13 @@ class AbortedRequests(BaseModel):
     aborted: int = Field(description="How many requests were running or waiting, and are aborted.")
 
 
-class UpdateInfo(BaseModel, extra="forbid"):
-    """Where new weights are."""
-
-    weights_path: str = Field(description="A folder of safetensors that is laid out as the checkpoint is.")
-
-
 class UpdateWeights(BaseModel):
     """New weights."""
 
-    update_info: UpdateInfo = Field(description="Where they are.")
+    update_info: Any = Field(
+        description="Where they are: `weights_path`, a folder of safetensors that is laid out as the checkpoint is.",
+        examples=[{"weights_path": "/dev/shm/step-12"}],
+    )
 
 
 class Message(BaseModel):

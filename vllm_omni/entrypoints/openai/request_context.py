@@ -17,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.engine.media_tokens import MediaTokens
 from vllm_omni.entrypoints.openai.json_body import JsonBody
+from vllm_omni.events import CompletedEvent
 from vllm_omni.inputs import SpokenText
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class RequestOptions:
         prompt: Further keys of the prompt.
         shows_text: Whether the answer has the text. The text of speech alone is its transcript.
         audio_format: How speech is encoded.
+        keeps_media: vLLM's handler gets the text alone, and `RequestContext.completed` the rest.
     """
 
     modalities: tuple[str, ...] = ("text",)
@@ -54,6 +56,7 @@ class RequestOptions:
     prompt: Mapping[str, Any] = field(default_factory=dict)
     shows_text: bool = True
     audio_format: str = "wav"
+    keeps_media: bool = False
 
     @property
     def has_media(self) -> bool:
@@ -84,6 +87,7 @@ class RequestContext:
         reads_sound_in_video: Whether the model hears its videos; one without sound is silent to it.
         options: What it sets for the pipeline.
         outputs: Those of its requests to the engine, in the order of their submission.
+        completed: The ends of its requests to the engine, if its options keep media.
         reads_deltas: Whether a chat is answered in `ChatDelta`s, not in lines.
         mm_token_counts: Tokens of the rendered prompt by type of media.
         num_cached_tokens: Tokens of the prompt that the engine found in its prefix cache, in a stream.
@@ -109,6 +113,7 @@ class RequestContext:
     reads_sound_in_video: bool = False
     options: RequestOptions = RequestOptions()
     outputs: list[PrefetchedStream[Any]] = field(default_factory=list)
+    completed: list[CompletedEvent] = field(default_factory=list)
     reads_deltas: bool = False
     mm_token_counts: Mapping[str, int] = field(default_factory=dict)
     num_cached_tokens: int = 0

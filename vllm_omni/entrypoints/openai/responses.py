@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/responses for a pipeline that writes text: vLLM's handler, with a store that is bounded and belongs to a key.
 
-The text of an answer is all of it: OpenAI's API has no speech there.
+An answer has text, and pictures where the request has OpenAI's tool for them; OpenAI's API has no speech there.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
+from mimetypes import guess_type
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from openai.types.responses import ResponseFunctionToolCall
+from openai.types.responses.response_output_item import ImageGenerationCall
 from pydantic import ModelWrapValidatorHandler, model_validator
 from vllm.entrypoints.openai.responses.api_router import cancel_responses as vllm_cancel_responses
 from vllm.entrypoints.openai.responses.api_router import create_responses as vllm_create_responses
 from vllm.entrypoints.openai.responses.api_router import retrieve_responses as vllm_retrieve_responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMValidationError
 
 from vllm_omni.entrypoints.openai.asr_stage import ASRStage
 from vllm_omni.entrypoints.openai.chat import GenerateBaseServing, OmniServing, ResponsesRequest
 from vllm_omni.entrypoints.openai.chat_messages import read_part
 from vllm_omni.entrypoints.openai.http_errors import describe_errors
+from vllm_omni.entrypoints.openai.image_calls import CALL, image_call_events, make_image_calls, read_image_tool
 from vllm_omni.entrypoints.openai.json_body import num_bytes
 from vllm_omni.entrypoints.openai.request_context import RequestContext, RequestOptions
 from vllm_omni.entrypoints.openai.server_args import MIB
@@ -54,11 +60,13 @@ class OmniResponsesRequest(ResponsesRequest):
         request = check({**data, "input": items} if media else data)
         for i, j, part in media:
             read: Any = request.input[i]
-            read["content"][j] = read_part(part, f"input[{i}].content[{j}]")
+            where = f"input[{i}].content[{j}]"
+            read["content"][j] = read_part(_read_file(part, where) if part["type"] == _FILE else part, where)
         return request
 
 
-_MEDIA = ("input_audio", "audio_url", "video_url", "image_url")
+_FILE = "input_file"
+_MEDIA = ("input_audio", "audio_url", "video_url", "image_url", _FILE)
 _PLACEHOLDER = {"type": "input_text", "text": ""}
 
 
@@ -69,6 +77,28 @@ def _parts(item: Any) -> list[Any]:
 
 def _is_media(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _MEDIA
+
+
+def _read_file(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A file as the image, sound or video that its name, or its data URI, says it is.
+
+    Raises:
+        VLLMValidationError: It is none of these, or is not in the request.
+    """
+    url, name = part.get("file_data") or part.get("file_url"), part.get("filename")
+    if not isinstance(url, str):
+        raise VLLMValidationError(f"{where} is an {_FILE} without file_data and file_url", parameter=where)
+    media_type = url[len("data:") :].partition(";")[0] if url[:5].lower() == "data:" else None
+    media_type = media_type or guess_type(name if isinstance(name, str) and name else urlsplit(url).path)[0] or ""
+    kind = media_type.partition("/")[0]
+    if kind not in ("image", "audio", "video"):
+        given = media_type or "an unknown type"
+        raise VLLMValidationError(
+            f"{where} is an {_FILE} of {given}; it may be an image, a sound or a video", parameter=where
+        )
+    if part.get("file_data") and url[:5].lower() != "data:":
+        url = f"data:{media_type};base64,{url}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 class OmniServingResponses(OmniServing, OpenAIServingResponses):
@@ -89,14 +119,55 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         """Answers. Who reads a stream first awaits the context's `started`, or early errors are events in it."""
         names = explicit_fields(request)
         names |= {"max_tokens"} if request.max_output_tokens is not None else set()
-        RequestContext.current().options = RequestOptions(explicit_fields=names)
+        stage_params = None
+        if request.tool_choice != "none":
+            stage_params = read_image_tool(request.tools, self.client.config)
+        RequestContext.current().options = RequestOptions(
+            modalities=("text",) if stage_params is None else ("text", "image"),
+            stage_params=stage_params,
+            explicit_fields=names,
+            keeps_media=stage_params is not None,
+        )
         if (previous := request.previous_response_id) is not None and previous not in self.msg_store:
             self.response_store.pop(previous, None)  # Else the answer would be to its last message alone.
         if isinstance(request.input, list):
             calls = self._earlier_calls(request.previous_response_id)
-            items: list[Any] = list(request.input)
+            # The model reads the texts of earlier answers, not their pictures.
+            items: list[Any] = [item for item in request.input if _type_of(item) != CALL]
             request.input = [*calls, *(items if self.asr_stage is None else await self.asr_stage.as_text(items))]
         return await super().create_responses(request, raw_request)
+
+    async def responses_full_generator(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> Any:
+        answer = await super().responses_full_generator(request, *args, **kwargs)
+        if isinstance(answer, ResponsesResponse) and (calls := await _take_image_calls()):
+            answer.output += calls
+            if self.response_store.get(answer.id) is answer:
+                self.response_store[answer.id] = answer  # Its pictures count, too.
+        return answer
+
+    async def _process_simple_streaming_events(
+        self,
+        request: ResponsesRequest,
+        sampling_params: Any,
+        result_generator: Any,
+        context: Any,
+        model_name: str,
+        tokenizer: Any,
+        request_metadata: Any,
+        created_time: int,
+        _increment_sequence_number_and_return: Callable[[Any], Any],
+    ) -> AsyncGenerator[Any, None]:
+        """The events of the text, and, once it is painted, those of a picture."""
+        number = _increment_sequence_number_and_return
+        async for event in super()._process_simple_streaming_events(
+            request, sampling_params, result_generator, context, model_name, tokenizer, request_metadata, created_time,
+            number,
+        ):  # fmt: skip
+            yield event
+        for call in await _take_image_calls():
+            for event in image_call_events(call, len(context.streamed_output_items), number):
+                yield event
+            context.streamed_output_items.append(call)
 
     async def _run_background_request_stream(self, request: ResponsesRequest, *args: Any, **kwargs: Any) -> None:
         """vLLM keeps the events of a stream while it is made; here they count once they are all there."""
@@ -112,6 +183,16 @@ class OmniServingResponses(OmniServing, OpenAIServingResponses):
         previous = None if response_id is None else self.response_store.get(response_id)
         outputs = [] if previous is None else previous.output
         return [item for item in outputs if isinstance(item, ResponseFunctionToolCall)]
+
+
+async def _take_image_calls() -> list[ImageGenerationCall]:
+    """Those of the current request, once."""
+    events, RequestContext.current().completed = RequestContext.current().completed, []
+    return [call for event in events for call in await asyncio.to_thread(make_image_calls, event)]
+
+
+def _type_of(item: Any) -> str | None:
+    return item.get("type") if isinstance(item, Mapping) else item.type
 
 
 class OwnedStore(MutableMapping[str, Any]):

@@ -9,7 +9,6 @@ so a thread ends the process instead.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import queue
@@ -37,11 +36,11 @@ from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.http_protocol import http_protocol, web_socket_protocol
 from vllm_omni.entrypoints.openai.middleware import PLAYGROUND_PATH
-from vllm_omni.entrypoints.openai.server_args import MIB, RealtimeLimits, RequestLimits, ServerLimits, limits_from
+from vllm_omni.entrypoints.openai.server_args import RealtimeLimits, RequestLimits, ServerLimits, limits_from
 from vllm_omni.entrypoints.start_progress import showing
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import log_warnings
-from vllm_omni.metrics.memory import release_free_memory
+from vllm_omni.metrics.memory import release_free_memory, return_large_blocks
 from vllm_omni.metrics.status_line import clear_line
 
 logger = logging.getLogger("vllm.omni.server")
@@ -53,9 +52,6 @@ _UVICORN_OPTIONS = (
 
 # After all requests have ended: how long clients may take to receive their answers.
 _FLUSH_S = 5
-
-_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
-_TUNABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 UNSENT_BYTES = 1 << 17
 
@@ -159,19 +155,6 @@ def pages(args: Namespace) -> Iterator[tuple[str, str]]:
 
 def _scheme(args: Namespace) -> str:
     return "https" if args.ssl_certfile else "http"  # Its file may have the key, too.
-
-
-def return_large_blocks() -> None:
-    """Makes glibc return freed blocks of 1 MiB or more to the system at once, in this process. For a program's start.
-
-    By default glibc raises this size as blocks are freed, up to 32 MiB. Media are decoded in several threads, each with
-    a heap of its own, and each heap then keeps its largest size so far. Does nothing with another C library, or if the
-    environment has settings for malloc.
-    """
-    if not any(name in os.environ for name in _TUNABLES):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
 
 
 class StartSignals:

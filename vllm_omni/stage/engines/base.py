@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni.control import (
     DEFAULT_WEIGHT_VERSION,
@@ -21,6 +21,8 @@ from vllm_omni.control import (
     DropWeights,
     Freeze,
     LoadWeights,
+    StartProfile,
+    StopProfile,
     Thaw,
     UpdateWeightVersion,
     Verb,
@@ -34,6 +36,9 @@ from vllm_omni.placement.budgets import available_memory
 from vllm_omni.placement.shared_cores import SharedCores
 from vllm_omni.stage.watchdog import INTAKE, StepTimer
 from vllm_omni.stage.weights import Parts, WeightFolder
+
+if TYPE_CHECKING:
+    from vllm_omni.stage.profiler import ProcessProfiler
 
 
 @dataclass(slots=True)
@@ -199,6 +204,8 @@ class StageEngine(ABC):
         always_compiles: Any step may compile something, not only the first one.
         weight_version: Of the weights that it computes with; empty: not known.
         cores: Those of a CPU that it shares with other stages; None: it has its own.
+        has_own_profiler: The engine's workers have vLLM's.
+        profiler: Of this process; None: it has none.
         on_failure: Called from any thread when the engine is broken outside of a step.
         processes: Ids of other processes of the engine on this machine; set by `start`.
     """
@@ -206,6 +213,7 @@ class StageEngine(ABC):
     capacity: int
     processes: Sequence[int] = ()
     always_compiles = False
+    has_own_profiler = False
 
     def __init__(self, outbox: Outbox) -> None:
         # Not a `SimpleQueue`: its `get` with a timeout waits for ever if its thread is interrupted for longer than the
@@ -217,6 +225,7 @@ class StageEngine(ABC):
         self.on_failure: Callable[[], None] = lambda: None
         self.weight_version = DEFAULT_WEIGHT_VERSION
         self.cores: SharedCores | None = None
+        self.profiler: ProcessProfiler | None = None
         self._is_stopping = False
         self._is_frozen = False
         self._commit_weights: Callable[[], None] | None = None  # of those that were loaded
@@ -297,6 +306,10 @@ class StageEngine(ABC):
                 self._is_frozen = True
             case Thaw():
                 self._is_frozen = False
+            case StartProfile() | StopProfile():
+                if self.profiler is None:
+                    raise ValueError("it has no profiler; set profiler_config (--profiler-config)")
+                self.profiler.control(verb)
             case CheckWeights():
                 self._weight_folder.check(verb.weights_path)
                 _check_memory(self._weight_bytes())
@@ -360,6 +373,12 @@ class StageEngine(ABC):
     @abstractmethod
     def step(self) -> None:
         """Computes something for the requests that it holds. Raises as `run`."""
+
+    def _count_step(self, seconds: float, batch_size: int) -> None:
+        """A step has computed something of so many requests."""
+        self.recorder.step(seconds, batch_size)
+        if self.profiler is not None:
+            self.profiler.step()
 
     @abstractmethod
     def _take_in(self, item: RequestItem) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from vllm_omni.config.dit_config import DiTConfig
-from vllm_omni.control import AddLoRA, ResetEncoderCache, Sleep, StartProfile, StopProfile, Verb, WakeUp
+from vllm_omni.control import AddLoRA, ResetEncoderCache, Sleep, Verb, WakeUp
 from vllm_omni.diffusion.job import (
     Adapter,
     DiffusionJob,
@@ -51,7 +51,6 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     Stream,
 )
-from vllm_omni.stage.profiler import StageProfiler, read_profiler_config
 from vllm_omni.stage.weights import WeightFolder
 
 logger = get_logger(__name__)
@@ -87,7 +86,6 @@ class DiffusionStageEngine(StageEngine):
         self._config = config
         self.always_compiles = config.compile
         self._executor = DiffusersPipelineExecutor(model, config, memory)
-        self._profiler = StageProfiler(read_profiler_config(config.profiler_config, f"stage {stage_id}"), stage_id)
         self._requests: dict[str, _Request] = {}
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._info: PipelineInfo
@@ -126,9 +124,6 @@ class DiffusionStageEngine(StageEngine):
                 return True
             case ResetEncoderCache():
                 self._executor.runner.prompt_cache.clear()
-                return None
-            case StartProfile() | StopProfile():
-                self._profiler.control(verb)
                 return None
             case Sleep():
                 self._sleep(verb.level)
@@ -247,8 +242,7 @@ class DiffusionStageEngine(StageEngine):
         started = time.perf_counter()
         ends, num_computed = self._executor.step()
         if num_computed:
-            self.recorder.step(time.perf_counter() - started, num_computed)
-            self._profiler.step()
+            self._count_step(time.perf_counter() - started, num_computed)
         for end in ends:
             self._on_end(end)
 

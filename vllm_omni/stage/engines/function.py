@@ -247,7 +247,7 @@ class FunctionStageEngine(StageEngine):
     def _take_back(self, calls: Sequence[_Call], ended: Sequence[_Run], seconds: float) -> None:
         """Calls have returned, and requests are complete, or have failed."""
         self._num_idle += 1
-        self.recorder.step(seconds, len(calls))
+        self._count_step(seconds, len(calls))
         for run in (call.run for call in calls):
             run.is_busy = False
             if run in ended:

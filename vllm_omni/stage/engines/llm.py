@@ -51,7 +51,6 @@ from vllm_omni.stage.engines.base import (
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
-from vllm_omni.stage.profiler import NO_PROFILER
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
@@ -67,6 +66,8 @@ class LLMStageEngine(StageEngine):
     continue as after a preemption. Those of the failed step run alone until they are past the position: a request that
     raises alone fails with its own error.
     """
+
+    has_own_profiler = True
 
     def __init__(
         self,
@@ -155,7 +156,6 @@ class LLMStageEngine(StageEngine):
                     raise ValueError("requests that run need it; pause first")
                 return engine.reset_encoder_cache()
             case StartProfile():
-                self._check_profiler()
                 prefix = "" if verb.profile_prefix is None else f"{verb.profile_prefix}_"
                 more = {} if verb.profiler_kwargs is None else {"profiler_kwargs": verb.profiler_kwargs}
                 return engine.start_profile(
@@ -165,7 +165,6 @@ class LLMStageEngine(StageEngine):
                     **more,
                 )
             case StopProfile():
-                self._check_profiler()
                 return engine.stop_profile()
             case AddLoRA():
                 if engine.vllm_config.lora_config is None:
@@ -210,10 +209,6 @@ class LLMStageEngine(StageEngine):
 
     def has_requests(self) -> bool:
         return bool(self._requests)
-
-    def _check_profiler(self) -> None:
-        if self._engine.vllm_config.profiler_config.profiler is None:
-            raise ValueError(NO_PROFILER)
 
     def _sleep_or_wake_up(self, verb: Sleep | WakeUp) -> bool | None:
         if not self._engine.vllm_config.model_config.enable_sleep_mode:

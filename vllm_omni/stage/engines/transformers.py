@@ -25,7 +25,7 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.function_stage import CALLER, SOUND_RATE
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.logs import about, get_logger
-from vllm_omni.model_executor.speech_model import SpeechModel
+from vllm_omni.model_executor.speech_model import SpeechModel, TextWithSound
 from vllm_omni.model_executor.transcription_model import MIN_SOUND_S, TranscriptionModel
 from vllm_omni.model_executor.transformers_model import are_equal
 from vllm_omni.outputs import Completion, StageOutput
@@ -99,7 +99,8 @@ class ModelFunction(BatchFunction):
             if items[index] is None:
                 results[index] = self.result(request, sources[index], None)
             else:
-                groups[msgspec.json.encode(request.parameters, order="sorted")].append(index)
+                alone = index if isinstance(items[index], TextWithSound) else None
+                groups[msgspec.json.encode([request.parameters, alone], order="sorted")].append(index)
         for indexes in groups.values():
             parameters = convert(states[indexes[0]].parameters, self.parameters)
             try:
@@ -156,14 +157,22 @@ class SpeechFunction(ModelFunction):
 
     def cut(self, request: StageRequest, sources: Sources, *, streams: bool) -> list[StageOutput]:
         text = _text_of(sources) if sources else request.prompt or ""
-        parts = self.cut_text(text, request.request_id, streams=streams)
-        return [_as_source(request, number, completions=[Completion(text=part)]) for number, part in enumerate(parts)]
+        tensors = next(iter(sources.values())).tensors if sources else {}  # A sound beside the text.
+        parts = self.cut_text(text, request.request_id, streams=streams, is_whole=bool(tensors))
+        return [
+            _as_source(request, number, completions=[Completion(text=part)], tensors=tensors)
+            for number, part in enumerate(parts)
+        ]
 
-    def cut_text(self, text: str, request_id: str, *, streams: bool) -> list[str]:
-        """The parts of a text. Raises as `cut`."""
+    def cut_text(self, text: str, request_id: str, *, streams: bool, is_whole: bool = False) -> list[str]:
+        """The parts of a text. Raises as `cut`.
+
+        Args:
+            is_whole: It has one part.
+        """
         parts = [text]
         is_long = self.opened.count_tokens(text) > self.opened.max_text_tokens
-        if self.opened.speaks and (streams or is_long):
+        if self.opened.speaks and not is_whole and (streams or is_long):
             parts = SentenceCutter(first_is_clause=streams).add(text, is_last=True)
         parts = [part for part in parts if self._has_words(part, request_id)]
         if not parts:
@@ -181,9 +190,12 @@ class SpeechFunction(ModelFunction):
             raise InvalidRequestError(problem, request_id)
         return number > 0
 
-    def read(self, request: StageRequest, sources: Sources) -> str | None:
+    def read(self, request: StageRequest, sources: Sources) -> Any:
         text = _text_of(sources)
-        return text if self._has_words(text, request.request_id) else None  # A reply may have sentences without any.
+        if not self._has_words(text, request.request_id):  # A reply may have sentences without any.
+            return None
+        sound = next(iter(sources.values())).tensors.get("audio") if self.opened.sound_rate else None
+        return text if sound is None else TextWithSound(text, sound.numpy())
 
     def size(self, item: str) -> int:
         return self.opened.count_tokens(item)

@@ -22,7 +22,7 @@ from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 
-GROUP = "app"
+GROUP = "llm"
 SCRIPTS = Path(__file__).parent / "clients"
 CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
 

@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.errors import PipelineFullError
 
-GROUP = "app"
+GROUP = "llm"
 SECRETS = "/v1/realtime/client_secrets"
 SECOND = base64.b64encode(np.zeros(24000, "<i2").tobytes()).decode()
 

@@ -29,7 +29,7 @@ from vllm_omni.entrypoints.openai.media_input import OmniMediaConnector
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.testing.media import make_audio
 
-GROUP = "app"
+GROUP = "llm"
 QUESTION = "Why is the sea blue?"
 LONG: Any = {"max_output_tokens": 800}
 """A response that runs when its client cancels it."""

@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.openai.realtime.chat_stream import PromptWindow
 from vllm_omni.entrypoints.openai.realtime.config import PromptLimits
 from vllm_omni.entrypoints.openai.realtime.conversation import Item
 
-GROUP = "app"
+GROUP = "llm"
 SPEECH: Any = {"output_modalities": ["audio"], "max_output_tokens": 8}
 TEXT: Any = {"output_modalities": ["text"], "max_output_tokens": 8}
 LENGTH = 1000

@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
 from vllm_omni_talk.speech_recognition import resample
 
-GROUP = "app"
+GROUP = "llm"
 needs_vad = pytest.mark.skipif(
     importlib.util.find_spec("silero_vad") is None, reason="the extra realtime (silero-vad) is not installed"
 )

@@ -18,7 +18,7 @@ from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
-GROUP = "app"
+GROUP = "llm"
 CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
 TEXT = "Let me look."
 TOOL: Any = {"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}

@@ -74,7 +74,7 @@ def test_what_is_refused(server: FakeServer) -> None:
         (transcribe(server, "translations"), "does not translate"),
         (transcribe(server, data=b"no sound"), ""),
         (transcribe(server, response_format="srt"), "not supported"),
-        (transcribe(server, language="fr"), "language: Invalid enum value 'fr' (stage 'asr')"),
+        (transcribe(server, language="fr"), "language: Invalid enum value 'fr'; there are en, de (stage 'asr')"),
     ):
         assert response.status_code in (400, 422), response.text
         assert words in response.json()["error"]["message"]

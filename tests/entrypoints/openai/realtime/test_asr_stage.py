@@ -160,7 +160,7 @@ def test_a_setting_that_the_stage_refuses_is_named(server: FakeServer) -> None:
 
     error, unchanged = converse(server.app, main, model="fake")
     assert error.param == "session.audio.input.transcription.language"
-    assert "Invalid enum value 'fr' (stage 'asr')" in error.message
+    assert "Invalid enum value 'fr'; there are en, de (stage 'asr')" in error.message
     assert unchanged.audio.input.transcription is None
 
 

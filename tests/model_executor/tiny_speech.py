@@ -16,6 +16,8 @@ from transformers.models.bark import generation_configuration_bark as bark
 
 from vllm_omni.testing.tiny.csm import SIZES, codec_config, fill_codec
 
+Config = dict[str, Any]
+
 TEXTS = ("a quiet sea.", "the wind is in the trees, and it is late.", "yes.")
 
 
@@ -28,7 +30,7 @@ def load(name: str, path: Path) -> Any:
 
 def write_vits(path: Path, **config: Any) -> None:
     vocabulary = {letter: index for index, letter in enumerate(["_", "<unk>", *" abcdefghijklmnopqrstuvwxyz.,'"])}
-    sizes = {
+    sizes: Config = {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32, "flow_size": 16,
         "spectrogram_bins": 9, "upsample_initial_channel": 16, "upsample_rates": [4, 4],
         "upsample_kernel_sizes": [8, 8], "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]],
@@ -69,7 +71,7 @@ def write_tokenizer(path: Path, *, eos: bool = False, **config: Any) -> Any:
     return tokenizer
 
 
-HIFIGAN = {
+HIFIGAN: Config = {
     "model_in_dim": 8, "upsample_initial_channel": 8, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8],
     "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]], "initializer_range": 0.3,
 }  # fmt: skip
@@ -129,12 +131,12 @@ def fill_codebooks(model: torch.nn.Module) -> None:
             buffer.normal_()
 
 
-ENCODEC = {"hidden_size": 8, "num_filters": 4, "codebook_size": 1024, "num_lstm_layers": 1}
+ENCODEC: Config = {"hidden_size": 8, "num_filters": 4, "codebook_size": 1024, "num_lstm_layers": 1}
 
 
 def write_bark(path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_size": 16, "initializer_range": 0.3}
+    sizes: Config = {"num_layers": 1, "num_heads": 2, "hidden_size": 16, "initializer_range": 0.3}
     semantic = hf.BarkSemanticConfig(**sizes, input_vocab_size=129_600, output_vocab_size=10_048)
     coarse = hf.BarkCoarseConfig(**sizes, input_vocab_size=12_096, output_vocab_size=12_096)
     fine = hf.BarkFineConfig(**sizes, input_vocab_size=1056, output_vocab_size=1056)
@@ -272,8 +274,9 @@ CHROMA = {"feature_extractor_type": "MusicgenMelodyFeatureExtractor", "sampling_
 
 def write_moshi(path: Path) -> None:
     torch.manual_seed(0)
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "initializer_range": 0.3}
-    codec, codes = codec_config(SIZES["default"]), {"num_codebooks": 2, "vocab_size": 40}
+    layers: Config = {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "initializer_range": 0.3}
+    codec = codec_config(SIZES["default"])
+    codes: Config = {"num_codebooks": 2, "vocab_size": 40}
     depth = {**layers, "hidden_size": 16, "max_position_embeddings": 3, "sliding_window": 2}
     config = hf.MoshiConfig(**layers, **codes, hidden_size=32, audio_encoder_config=codec, depth_decoder_config=depth)
     model = hf.MoshiForConditionalGeneration(config)
@@ -287,10 +290,10 @@ def write_moshi(path: Path) -> None:
 def moshi_sound(path: Path, heard: np.ndarray, num_frames: int, seed: int = 0) -> torch.Tensor:
     """As its page in transformers has it: it was silent while somebody spoke, at 24,000 samples per second."""
     model = load("MoshiForConditionalGeneration", path)
-    heard = load("AutoFeatureExtractor", path)(heard, sampling_rate=24_000, return_tensors="pt")["input_values"]
-    before = math.ceil(heard.shape[-1] * 12.5 / 24_000)
+    sound = load("AutoFeatureExtractor", path)(heard, sampling_rate=24_000, return_tensors="pt")["input_values"]
+    before = math.ceil(sound.shape[-1] * 12.5 / 24_000)
     silent = torch.ones((1, before), dtype=torch.int64) * load("AutoTokenizer", path).encode("<pad>")[0]
-    inputs = {"input_ids": silent, "user_input_values": heard, "moshi_input_values": torch.zeros_like(heard)}
+    inputs = {"input_ids": silent, "user_input_values": sound, "moshi_input_values": torch.zeros_like(sound)}
     torch.manual_seed(seed)
     with torch.inference_mode():
         return model.generate(**inputs, max_new_tokens=num_frames).audio_sequences[0, 0, before * 1920 :]

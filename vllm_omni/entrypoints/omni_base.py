@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 
 _SHARED = (
+    "vllm.v1.engine.utils",  # It imports Ray, where that is installed.
+    "vllm_omni.engine.input_processor",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.layers.quantization.online.base",  # Any model that is loaded imports it.
 )

@@ -18,16 +18,16 @@ class HalfTable(Tensor):
     """`[rows, ...]`. Rows that are looked up are converted; any other operation converts the whole table.
 
     Attributes:
-        half: The same numbers in float16 or bfloat16.
+        stored: The same numbers in float16 or bfloat16.
     """
 
-    half: Tensor
+    stored: Tensor
 
     @staticmethod
     def __new__(cls, half: Tensor) -> "HalfTable":
         table = Tensor._make_wrapper_subclass(cls, half.shape, dtype=torch.float32, device=half.device)
-        table.half = half
-        return table  # type: ignore[no-any-return]
+        table.stored = half
+        return table
 
     def __init__(self, half: Tensor) -> None:
         pass
@@ -35,7 +35,7 @@ class HalfTable(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -44,10 +44,10 @@ class HalfTable(Tensor):
     ) -> Any:
         table, *others = args
         if func is _aten.detach.default:  # Of a parameter that is made of it.
-            return cls(table.half)
+            return cls(table.stored)
         if func is _aten.embedding.default and isinstance(table, HalfTable):
-            return func(table.half, *others, **kwargs or {}).float()
-        args, kwargs = tree_map_only(HalfTable, lambda table: table.half.float(), (args, kwargs or {}))
+            return func(table.stored, *others, **kwargs or {}).float()
+        args, kwargs = tree_map_only(HalfTable, lambda table: table.stored.float(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

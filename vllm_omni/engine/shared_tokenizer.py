@@ -16,10 +16,11 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
 _METHODS = (
-    "__call__", "apply_chat_template", "batch_decode", "batch_encode", "convert_ids_to_tokens", "convert_tokens_to_ids",
+    "__call__", "batch_decode", "batch_encode", "convert_ids_to_tokens", "convert_tokens_to_ids",
     "convert_tokens_to_string", "decode", "encode",
 )  # fmt: skip
-"""Those for which vLLM borrows a copy: some change a tokenizer's settings, which fails while another one runs."""
+"""Those for which vLLM borrows a copy: some change a tokenizer's settings, which fails while another one runs. Without
+`apply_chat_template`: it calls these, and a template that takes long keeps nobody waiting."""
 
 
 def share_tokenizer(config: ModelConfig) -> None:

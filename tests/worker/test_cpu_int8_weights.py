@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.config import CompilationMode
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_omni.engine import engine_args
@@ -73,7 +74,9 @@ def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     )
     runner: Any = CPUInt8Weights.__new__(CPUInt8Weights)
     model = SimpleNamespace(dtype=dtype, quantization="awq")
-    runner.vllm_config = SimpleNamespace(model_config=model, quant_config=quantization)
+    runner.vllm_config = SimpleNamespace(
+        model_config=model, quant_config=quantization, compilation_config=SimpleNamespace(mode=CompilationMode.NONE)
+    )
     runner.model = loaded
     runner.load_model()
     return runner.vllm_config.quant_config

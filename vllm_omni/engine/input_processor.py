@@ -38,6 +38,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import (
 
 from vllm_omni.engine.engine_args import OmniEngineSettings, message_of
 from vllm_omni.engine.images import fetch_images, show_images
+from vllm_omni.engine.shared_tokenizer import share_tokenizer
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import ChatCompletionMessageParam, ChatParams
 from vllm_omni.metrics.stats import CacheCounts
@@ -70,6 +71,7 @@ class OmniInputProcessor(InputProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        share_tokenizer(vllm_config.model_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:

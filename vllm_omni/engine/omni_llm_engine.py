@@ -31,6 +31,7 @@ from vllm_omni.engine.engine_metrics import EngineMetrics
 from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
+from vllm_omni.engine.shared_tokenizer import share_tokenizer
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_packages import find_models
@@ -90,6 +91,7 @@ class OmniLLMEngine(LLMEngine):
     @classmethod
     def from_omni_config(cls, vllm_config: VllmConfig, log_stats: bool) -> "OmniLLMEngine":
         """Makes an engine of a configuration that was made of such arguments."""
+        share_tokenizer(vllm_config.model_config)
         with narrow_kernel_search():
             return cls(
                 vllm_config=vllm_config,

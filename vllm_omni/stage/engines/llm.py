@@ -99,7 +99,7 @@ class LLMStageEngine(StageEngine):
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
             from vllm_omni.engine.whisper_processor import make_processor_of_parts
-            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
+            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest
 
             make_processor_of_parts()
             self._request_class = TranscribingRequest

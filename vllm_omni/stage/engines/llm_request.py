@@ -26,6 +26,9 @@ from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
 from vllm_omni.stage.engines.playback import Pace, Playback, playing_s
 from vllm_omni.stage.window import WindowSizes
 
+_SHARE = 0.25
+"""Of what its client has in hand, that a window may wait for more input."""
+
 Items = list[Stream | Result]
 """Outputs in order. A `Result` is the last."""
 
@@ -276,7 +279,7 @@ class GenerationRequest(LLMRequest):
         if num_waiting >= window.window_size:
             return -math.inf
         if self._num_done:
-            return self._playback.until - max(self._reserve / 2, pace.making_s(num_waiting + 1))
+            return self._playback.until - max((1 - _SHARE) * self._reserve, pace.making_s(num_waiting + 1))
         is_enough = num_waiting - window.right_context >= pace.num_units(0)
         return -math.inf if is_enough else self._last_arrival + pace.next_output_s
 

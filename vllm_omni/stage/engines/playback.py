@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 
 from vllm_omni.outputs import StageOutput
@@ -91,7 +91,7 @@ class Pace:
 
     def making_s(self, num_units: int) -> float:
         """Seconds that a window of so many units takes, with a margin, if it is as slow as others were."""
-        return _MARGIN * num_units * _second_largest(self._windows)
+        return _MARGIN * num_units * _upper_quartile(self._windows)
 
     @property
     def next_output_s(self) -> float:
@@ -106,6 +106,6 @@ class Pace:
         return max(enough, int(seconds / (_MARGIN * min(self._windows))))
 
 
-def _second_largest(values: Iterable[float]) -> float:
-    """The largest without one that may be an exception, as the first of a shape; 0 if there are none."""
-    return next(iter(sorted(values)[-2:]), 0.0)
+def _upper_quartile(values: Sequence[float]) -> float:
+    """What three quarters of these values do not exceed: not the exceptions, as the first of a shape; 0 of none."""
+    return sorted(values)[3 * len(values) // 4] if values else 0.0

@@ -33,6 +33,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,8 +389,8 @@ def measure_edge(model: str, plan: Plan, num_seeds: int, report: Report) -> None
             compare_windows(pipelines, num_clients, plan, report)
         rates: list[float] = []
         for seed in range(num_seeds):
-            first = rates[-1] if rates else 1.0
-            rates.append(find_rate(lambda rate, seed=seed: is_continuous(ours, rate, seed, plan, report), first))
+            is_kept = partial(is_continuous, backend=ours, seed=seed, plan=plan, report=report)
+            rates.append(find_rate(is_kept, rates[-1] if rates else 1.0))
         rate = LOAD * percentile(rates, 50)
         loaded: list[Response] = []
         for seed in range(min(num_seeds, NUM_LOADED)):
@@ -420,7 +421,7 @@ def compare_windows(pipelines: dict[str, Pipeline], num_clients: int, plan: Plan
         report.notes.append("smallest_windows_cN, fixed_windows_cN: our first sound to that of these, N clients")
 
 
-def is_continuous(backend: Backend, rate: float, seed: int, plan: Plan, report: Report) -> bool:
+def is_continuous(rate: float, backend: Backend, seed: int, plan: Plan, report: Report) -> bool:
     """Whether the streams are continuous at this rate."""
     progress(f"pipeline: {rate:.3g} requests/s, arrivals {seed}")
     responses = asyncio.run(plan.at_rate(backend, rate, seed))

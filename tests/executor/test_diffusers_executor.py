@@ -653,6 +653,7 @@ def test_with_a_cache_a_short_job_passes_a_long_one_and_each_has_its_own(tiny_di
     harness = Harness(model, cache_backend="first_block_cache", cache_config={"threshold": 0.1})
     harness.add("long", 0, num_inference_steps=12)
     while len(harness.steps_of("long")) < 3:
+        assert harness.executor.has_work
         harness.step()
     harness.add("short", 1)
     harness.run()

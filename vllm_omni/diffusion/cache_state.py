@@ -80,8 +80,8 @@ class CacheState:
 
 
 def _states_of(registry: HookRegistry | None) -> Iterator[Place]:
-    hooks = () if registry is None else registry.hooks.values()
-    for attributes in (vars(hook) for hook in hooks if hook._is_stateful):
+    # Also of hooks that are not stateful by themselves: they read the states of others.
+    for attributes in map(vars, () if registry is None else registry.hooks.values()):
         for name, value in attributes.items():
             if isinstance(value, StateManager) or type(value).__name__.endswith("State"):
                 yield attributes, name, value

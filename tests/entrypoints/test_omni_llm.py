@@ -199,7 +199,9 @@ def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen
         events = by_id[request_id]
         end = check_events(events)
         for output, reference in zip(end.outputs, at_once[2 * i : 2 * i + 2], strict=True):
-            assert output.prompt_token_ids == reference.prompt_token_ids and output.prompt == reference.prompt
+            assert output.prompt == reference.prompt
+            if output.final_output_type == "text":  # The vocoder's are placeholders for the first window.
+                assert output.prompt_token_ids == reference.prompt_token_ids
             assert output.outputs[0].token_ids == reference.outputs[0].token_ids
             assert output.outputs[0].text == reference.outputs[0].text
             assert output.outputs[0].finish_reason == reference.outputs[0].finish_reason

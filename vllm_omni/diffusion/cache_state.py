@@ -81,7 +81,8 @@ class CacheState:
 
 def _states_of(registry: HookRegistry | None) -> Iterator[Place]:
     # Also of hooks that are not stateful by themselves: they read the states of others.
-    for attributes in map(vars, () if registry is None else registry.hooks.values()):
+    hooks = () if registry is None else registry.hooks.values()
+    for attributes in (vars(hook) for hook in hooks):
         for name, value in attributes.items():
             if isinstance(value, StateManager) or type(value).__name__.endswith("State"):
                 yield attributes, name, value

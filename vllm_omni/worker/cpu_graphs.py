@@ -44,7 +44,7 @@ class CPUGraphs(CPUModelRunner):
         self._graphs: dict[tuple[Any, ...], Callable[..., torch.Tensor] | None] = {}
         self._captures = can_capture(self.get_model(), self.vllm_config)
 
-    def _model_forward(  # type: ignore[override]
+    def _model_forward(
         self,
         input_ids: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,

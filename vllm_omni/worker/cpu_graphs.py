@@ -112,7 +112,7 @@ class StepInputs:
 
 
 def _distinct(values: Any) -> list[Any]:
-    """Without those that are the same object as one before."""
+    """The values, each object once."""
     return list({id(value): value for value in values}.values())
 
 

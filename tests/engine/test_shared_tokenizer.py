@@ -12,8 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from vllm_omni.engine.engine_args import create_config_for_inputs, create_engine_args
-from vllm_omni.engine.input_processor import OmniInputProcessor
-from vllm_omni.engine.shared_tokenizer import share_tokenizer
+from vllm_omni.engine.input_processor import OmniInputProcessor, share_tokenizer
 
 TEXT = "the red circle"
 

@@ -28,10 +28,9 @@ from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationSchedul
 from vllm_omni.core.sched.output import RequestWindow, StepRecord
 from vllm_omni.engine.engine_args import USAGE_CONTEXT, OmniEngineSettings
 from vllm_omni.engine.engine_metrics import EngineMetrics
-from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
+from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt, share_tokenizer
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
-from vllm_omni.engine.shared_tokenizer import share_tokenizer
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.model_packages import find_models

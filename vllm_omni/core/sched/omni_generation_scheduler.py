@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
+from vllm_omni.core.urgency import Urgency
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -89,9 +90,8 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         self._refused = []
 
 
-def _urgency(request: Request) -> tuple[int, bool, float]:
-    """The key of the order: least first."""
+def _urgency(request: Request) -> Urgency:
     window = request.window if isinstance(request, OmniRequest) else None
     if window is None:
-        return request.priority, False, request.arrival_time
-    return request.priority, not (window.streams and window.is_first), window.due
+        return Urgency(request.priority, False, request.arrival_time)
+    return Urgency(request.priority, not (window.streams and window.is_first), window.due)

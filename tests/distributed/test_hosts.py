@@ -102,13 +102,13 @@ def test_each_request_ends_once_when_a_host_is_lost(
     speakers.read_until(is_("first"))
     getattr(second, fault)()
     speakers.read_until(is_("done"))
+    revive(fault, second, nodes)
+
     ends = speakers.ends(fault)
     assert len(ends) == COUNT
     failed = [error for error in ends.values() if error is not None]
     assert failed and all(error.startswith("StageDeadError") and second.address in error for error in failed)
     assert_right(speakers, expected, [name for name, error in ends.items() if error is None])
-
-    revive(fault, second, nodes)
     again = f"after_{fault}"
     speakers.ask(again, 4)
     speakers.read_until(is_("done", name=again))

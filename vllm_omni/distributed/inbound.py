@@ -64,11 +64,20 @@ class Inbound:
         return self._ready.popleft()
 
     def drop_sender(self, instance_id: int) -> None:
-        """An instance's process has died: what has not been fetched from it is gone."""
+        """An instance's process has died. What has not been fetched from it is gone: its messages that wait for that are
+        dropped, as those that have not been received. Whoever handled them would take them for messages that failed."""
+        dropped = []
+        for queue in self._waiting.values():
+            for received in [each for each in queue if sender_of(each[0]) == instance_id]:
+                queue.remove(received)
+                dropped.append(getattr(received[0], "payload", None))
         if (address := self._addresses.pop(instance_id, None)) is not None:
             assert self._fetcher is not None
             self._fetcher.disconnect(address)
             self._take_fetched()
+        for ref in dropped:
+            if isinstance(ref, NetworkRef):
+                self._fetched.pop(ref.key, None)
 
     def _accept(self, message: Message, frames: list[memoryview]) -> None:
         if isinstance(message, AbortMessage):

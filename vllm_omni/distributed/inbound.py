@@ -64,8 +64,9 @@ class Inbound:
         return self._ready.popleft()
 
     def drop_sender(self, instance_id: int) -> None:
-        """An instance's process has died. What has not been fetched from it is gone: its messages that wait for that are
-        dropped, as those that have not been received. Whoever handled them would take them for messages that failed."""
+        """An instance's process has died, and what has not been fetched from it is gone. Its messages that wait for it
+        are dropped, as those that were not received: to who handles them, an output without its payload is a failure.
+        """
         dropped = []
         for queue in self._waiting.values():
             for received in [each for each in queue if sender_of(each[0]) == instance_id]:

@@ -19,7 +19,7 @@ from vllm_omni.model_executor.row_noise import RowNoise
 from vllm_omni.model_executor.speech_model import SpeechModel
 
 _MOSHI_FRAMES = 250
-"""20 s: how long Moshi speaks, which ends by itself at no time, where a request does not say it."""
+"""20 s: how long Moshi, which never ends by itself, speaks where a request does not say it."""
 
 
 class Vits(SpeechModel):
@@ -189,9 +189,12 @@ class Musicgen(SpeechModel):
     def load_processor(self, **args: Any) -> Any:
         return AutoTokenizer.from_pretrained(self.model, **args)
 
+    @cached_property
+    def _feature_extractor(self) -> Any:
+        return AutoFeatureExtractor.from_pretrained(self.model, **self.load_arguments)
+
     def encode_sound(self, sound: np.ndarray) -> Mapping[str, Any]:
-        extractor = AutoFeatureExtractor.from_pretrained(self.model, **self.load_arguments)
-        return extractor(sound, sampling_rate=self.sound_rate, return_tensors="pt")
+        return self._feature_extractor(sound, sampling_rate=self.sound_rate, return_tensors="pt")
 
 
 class MusicgenMelody(Musicgen):

@@ -39,7 +39,6 @@ ORDER = (
     "media",
     "payloads",
     "sampling_params",
-    "checkpoint_weights",
     "config",
     "control",
     "vllm_requirement",

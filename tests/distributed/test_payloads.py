@@ -11,7 +11,8 @@ SEVERAL_THREADS = textwrap.dedent("""
     import sys, threading
     from pathlib import Path
     import msgspec
-    from vllm_omni.distributed.connectors import InlineConnector, PayloadReceiver, PayloadSender
+    from vllm_omni.distributed.connectors import InlineConnector
+    from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 
     def receive():
         receiver = PayloadReceiver(Path())

@@ -13,7 +13,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -42,8 +42,10 @@ STAGES = (function_stage(0, "maker", speak, (), "text"), fake_stage(1, "reader",
 def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
     edges = [{"from": 0, "to": 1, "window_size": request.param, "unit": "wave"}]
     config = make_config(*STAGES, edges=edges, defaults={"max_queued": 2})
-    with opened(config) as caller:
-        yield caller
+    orchestrator = open_orchestrator(config)
+    orchestrator.wait_until_started()
+    yield Caller(orchestrator, config)
+    orchestrator.close()
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -71,6 +73,10 @@ def test_a_request_that_cannot_be_serialized_fails_alone(caller: Caller) -> None
 
 def test_audio_of_one_sample_without_a_dimension() -> None:
     config = make_config(function_stage(0, "maker", speak, (), "audio") | {"sample_rate": 10})
-    with opened(config) as caller:
+    orchestrator = open_orchestrator(config)
+    try:
+        caller = Caller(orchestrator, config)
         caller.submit("scalar")
         assert texts(caller.wait_one()) == ["scalar"]
+    finally:
+        orchestrator.close()

@@ -26,7 +26,7 @@ from tests.orchestrator.pipelines import (
     fresh_stats,
     function_stage,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -45,10 +45,14 @@ QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}
 @contextmanager
 def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
     config = make_config(*stages, restart=runtime.pop("restart", QUICKLY), **runtime)
-    with opened(config) as caller:
+    orchestrator = open_orchestrator(config)
+    try:
+        caller = Caller(orchestrator, config)
         caller.submit("once through all stages, so that all are connected")
         caller.wait_one()
         yield caller
+    finally:
+        orchestrator.close()
 
 
 def processes(caller: Caller) -> dict[str, int]:
@@ -196,7 +200,10 @@ def test_a_stage_that_dies_too_often_is_dead_for_the_longest_back_off() -> None:
 def test_stages_restart_although_the_fork_server_died() -> None:
     config = make_config(*TRIANGLE, restart=QUICKLY)
     server = QuickForkServer()
-    with opened(config, server=server) as caller:
+    orchestrator = open_orchestrator(config, server=server)
+    try:
+        orchestrator.wait_until_started()
+        caller = Caller(orchestrator, config)
         os.kill(server._process.pid, signal.SIGKILL)
         caller.submit("next")
         assert texts(caller.wait_one())[0] == "next>a"
@@ -204,6 +211,8 @@ def test_stages_restart_although_the_fork_server_died() -> None:
         assert isinstance(error_of(caller.wait_one()), StageCrashError)
         caller.submit("again")
         assert texts(caller.wait_one())[0] == "again>a"
+    finally:
+        orchestrator.close()
     assert not [child for child in psutil.Process().children(recursive=True) if child.pid == server._process.pid]
 
 

@@ -4,7 +4,8 @@
 import itertools
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     fresh_stats,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -27,8 +28,15 @@ from vllm_omni.events import CompletedEvent
 STAGES = (fake_stage(0, "quick"), fake_stage(1, "slow", (0,), "text"))
 
 
-def running(*stages: dict, **runtime: Any) -> AbstractContextManager[Caller]:
-    return opened(make_config(*stages, **runtime))
+@contextmanager
+def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
+    config = make_config(*stages, **runtime)
+    orchestrator = open_orchestrator(config)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)
+    finally:
+        orchestrator.close()
 
 
 def test_a_deadline_ends_a_request_in_any_state() -> None:

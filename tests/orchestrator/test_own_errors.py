@@ -14,7 +14,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -38,8 +38,10 @@ def stream(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterato
 @pytest.fixture(scope="module")
 def speaker() -> Iterator[Caller]:
     config = make_config(function_stage(0, "speaker", stream, (), "audio") | {"sample_rate": RATE})
-    with opened(config) as caller:
-        yield caller
+    orchestrator = open_orchestrator(config)
+    orchestrator.wait_until_started()
+    yield Caller(orchestrator, config)
+    orchestrator.close()
 
 
 def end_of(caller: Caller, prompt: str, streams: bool) -> Any:
@@ -70,8 +72,10 @@ def test_pieces_that_cannot_be_joined_fail_their_request_at_once(speaker: Caller
 @pytest.fixture
 def caller() -> Iterator[Caller]:
     config = make_config(fake_stage(0, "a", (), "text"), max_inflight=2)
-    with opened(config) as caller:
-        yield caller
+    orchestrator = open_orchestrator(config)
+    orchestrator.wait_until_started()
+    yield Caller(orchestrator, config)
+    orchestrator.close()
 
 
 @pytest.mark.parametrize("what", ["merge_stage_outputs", "OmniRequestOutput", "CompletedEvent", "RequestSummary"])
@@ -195,6 +199,8 @@ def test_a_request_that_cannot_be_started_fails_alone(caller: Caller, monkeypatc
 
 
 def test_a_closed_pipeline_is_not_healthy() -> None:
-    with opened(make_config(fake_stage(0, "a", (), "text"))) as caller:
-        orchestrator = caller.orchestrator
+    config = make_config(fake_stage(0, "a", (), "text"))
+    orchestrator = open_orchestrator(config)
+    orchestrator.wait_until_started()
+    orchestrator.close()
     assert not orchestrator.is_running and state_of(orchestrator) == {"a": "dead"} and orchestrator.error is None

@@ -20,7 +20,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    opened,
+    open_orchestrator,
     texts,
 )
 from tests.orchestrator.test_failure import is_ready, kill, processes, restarts_of, wait_until
@@ -63,8 +63,12 @@ A, B = fake_stage(0, "a", (), "text"), fake_stage(1, "b", (), "audio")
 def running(*stages: dict) -> Iterator[tuple[Caller, QuickForkServer]]:
     config = make_config(*stages, restart=QUICKLY)
     server = QuickForkServer()
-    with opened(config, server=server) as caller:
-        yield caller, server
+    orchestrator = open_orchestrator(config, server=server)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config), server
+    finally:
+        orchestrator.close()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 """Stages with several replicas: each request runs in one of them, and one that dies fails only its own."""
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     fresh_stats,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -30,8 +31,15 @@ STAGES = (
 )
 
 
-def running(*stages: dict, **runtime: Any) -> AbstractContextManager[Caller]:
-    return opened(make_config(*(stages or STAGES), restart={"backoff_s": 0.0}, **runtime))
+@contextmanager
+def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
+    config = make_config(*(stages or STAGES), restart={"backoff_s": 0.0}, **runtime)
+    orchestrator = open_orchestrator(config)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)
+    finally:
+        orchestrator.close()
 
 
 @pytest.mark.parametrize("edges", [[], [WINDOW]])

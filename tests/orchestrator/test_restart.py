@@ -16,7 +16,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     kept_server,
     make_config,
-    opened,
+    open_orchestrator,
     state_of,
     texts,
 )
@@ -68,8 +68,12 @@ class Gate(ForkServer):
 def running(*stages: dict) -> Iterator[tuple[Caller, Gate]]:
     config = make_config(*(stages or PAIR), restart={"backoff_s": 0.0, "max_restarts": 10})
     gate = Gate()
-    with opened(config, server=gate) as caller:
-        yield caller, gate
+    orchestrator = open_orchestrator(config, server=gate)
+    try:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config), gate
+    finally:
+        orchestrator.close()
 
 
 def kill_and_wait(caller: Caller, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 from vllm.config import ModelConfig
 from vllm.config.speech_to_text import SpeechToTextParams
+from vllm.entrypoints.speech_to_text.base.serving import asr_inter_chunk_separator
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import SupportsTranscription, supports_transcription
@@ -152,7 +153,7 @@ class Transcription:
     @property
     def separator(self) -> str:
         """What stands between the texts of two clips."""
-        return "" if (self.language or "").lower() in self._model.no_space_languages else " "
+        return asr_inter_chunk_separator(self.language, self._model.no_space_languages)
 
     @property
     def needs_language(self) -> bool:

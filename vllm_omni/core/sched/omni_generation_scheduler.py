@@ -11,7 +11,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
-from vllm_omni.core.urgency import Urgency
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -90,8 +89,9 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         self._refused = []
 
 
-def _urgency(request: Request) -> Urgency:
+def _urgency(request: Request) -> tuple[int, bool, float]:
+    """The key of the order: least first."""
     window = request.window if isinstance(request, OmniRequest) else None
     if window is None:
-        return Urgency(request.priority, False, request.arrival_time)
-    return Urgency(request.priority, not (window.streams and window.is_first), window.due)
+        return request.priority, False, request.arrival_time
+    return request.priority, not (window.streams and window.is_first), window.due

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import struct
 import termios
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -50,29 +51,31 @@ def web_socket_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asynci
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            if (count := self._count_arriving()) is None:
+                return
             if self.queue.empty():
-                num_arriving = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+                self.num_arriving = len(self.conn.reader.buffer) + sum(map(len, self.frames))
             else:
-                num_arriving = self.num_arriving + len(data)
+                self.num_arriving += len(data)
             try:
-                self._count(num_arriving)
+                count(self.num_arriving)
             except Exception as error:
                 logger.warning("the connection of a realtime client is closed: %s", error)
                 self.transport.abort()
                 self.frames.clear()
-                self._count(0)  # Now: the client's other sessions are not to be refused for it.
+                self.num_arriving = 0
+                count(0)  # Now: the client's other sessions are not to be refused for it.
 
         async def receive(self) -> Any:
             message = await super().receive()
-            if self.queue.empty():
-                self._count(0)
+            if self.queue.empty() and (count := self._count_arriving()) is not None:
+                self.num_arriving = 0
+                count(0)
             return message
 
-        def _count(self, num_arriving: int) -> None:
+        def _count_arriving(self) -> Callable[[int], None] | None:
             context: RequestContext | None = getattr(self, "scope", {}).get(SCOPE_KEY)
-            if context is not None and context.count_arriving is not None:
-                self.num_arriving = num_arriving
-                context.count_arriving(num_arriving)
+            return None if context is None else context.count_arriving
 
         def handle_ping(self) -> None:
             """Drops the answer while others wait: a client that reads none would have them all kept."""

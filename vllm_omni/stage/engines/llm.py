@@ -5,8 +5,6 @@ The loop is vLLM's: read the inbox, step, emit outputs. All requests of the stag
 """
 
 import logging
-import math
-import queue
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -45,7 +43,6 @@ from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
     RequestItem,
@@ -53,8 +50,7 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     StreamChunk,
 )
-from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
-from vllm_omni.stage.engines.playback import Pace
+from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
@@ -103,11 +99,11 @@ class LLMStageEngine(StageEngine):
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
             from vllm_omni.engine.whisper_processor import make_processor_of_parts
-            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest
+            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
 
             make_processor_of_parts()
             self._request_class = TranscribingRequest
-        self._pace, self._sample_rate = Pace(), sample_rate
+        self._playing_time = PlayingTime(sample_rate)
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
         self._last_end = 0.0  # of a step, as time.perf_counter()
@@ -245,7 +241,7 @@ class LLMStageEngine(StageEngine):
 
     def _make_request(self, item: NewRequest) -> LLMRequest:
         if issubclass(self._request_class, GenerationRequest):
-            return self._request_class(self._engine, self._stage_id, item, self._pace, self._sample_rate)
+            return self._request_class(self._engine, self._stage_id, item, self._playing_time)
         return self._request_class(self._engine, self._stage_id, item)
 
     def _extend(self, chunk: StreamChunk) -> None:
@@ -257,33 +253,11 @@ class LLMStageEngine(StageEngine):
     def has_work(self) -> bool:
         return self._engine.has_work()
 
-    def _next_item(self, timeout: float | None = None) -> InboxItem:
-        if (starts_at := self._next_start()) == math.inf:
-            return super()._next_item(timeout)
-        try:
-            return super()._next_item(max(0.0, starts_at - time.monotonic()))
-        except queue.Empty:
-            return self._start_windows
-
-    def _next_start(self) -> float:
-        """When the first window that is held starts."""
-        if not issubclass(self._request_class, GenerationRequest):
-            return math.inf
-        return min((request.starts_at for request in self._requests.values()), default=math.inf)
-
-    def _start_windows(self) -> None:
-        """Starts the windows that have been held until now."""
-        now = time.monotonic()
-        for request in [request for request in self._requests.values() if request.starts_at <= now]:
-            self._advance(request, request.resume, ValueError, VLLMClientError)
-
     def step(self) -> None:
         """
         Raises:
             Exception: The device is broken, or the engine's state could not be recovered.
         """
-        if self._next_start() <= time.monotonic():
-            self._start_windows()
         try:
             outputs = self._engine.step()
         except Exception as error:

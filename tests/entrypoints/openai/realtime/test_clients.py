@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.clients.running import ENVIRONMENT, client_environment, skip_without_clients
 from tests.coloured_shapes.recordings import recording
 from tests.entrypoints.openai.fake_server import over_http
-from tests.entrypoints.openai.media_apps import MODEL, app_that_writes
+from tests.entrypoints.openai.media_apps import MODEL, server_args
+from tests.entrypoints.openai.realtime.conftest import TOOLS
 from tests.entrypoints.openai.realtime.test_turns import needs_vad
 from vllm_omni import AsyncOmniLLM
+from vllm_omni.entrypoints.openai.api_server import build_omni_app
+from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 
 GROUP = "llm"
@@ -26,7 +30,9 @@ CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>
 @pytest.fixture
 def calling_app(realtime_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
     """Its model can only write a call."""
-    return app_that_writes(realtime_llm, tiny_qwen3_omni_moe, CALL)
+    client = OmniEngineClient(realtime_llm)
+    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[CALL])
+    return asyncio.run(build_omni_app(client, server_args(tiny_qwen3_omni_moe, *TOOLS)))
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ weights, have no such server.
 `--edge`: instead, at the edge of capacity, which is the highest rate at which 99.5% of the streams are continuous: all
 of their sound is in time. Five times, with other arrivals: this rate, and of `talk` the same of the server that handles
 one request after the other, whose queue is computed from what each answer takes alone. Three times at 70% of it: the
-95th percentile of the first sound, over the median of one client. And where windows follow playback: the first sound,
-over that of a pipeline whose first window is the smallest, and of one with windows of fixed sizes.
+95th percentile of the first sound, over the median of one client. And of a pipeline with a vocoder: the first sound,
+over that with the smallest first window, which has gaps.
 """
 
 import asyncio
@@ -60,11 +60,6 @@ FIRST_RATE, NUM_HALVINGS = 0.2, 2
 CONCURRENCY = (1, 4, 16)
 CONTINUOUS, NUM_SEEDS, NUM_LOADED, LOAD = 0.995, 5, 3, 0.7
 """With --edge: the share of streams; how often the rate is looked for, and the load is made; the load, to that rate."""
-WINDOWS = {
-    "smallest windows": {"first_window_size": 1, "window_growth": 1.25},
-    "fixed windows": {"first_window_size": 4, "window_growth": 1.25},
-}
-"""Edges of the opponents, in place of windows that follow playback."""
 QUESTIONS = (
     "What is the capital of France?", "Why is the sky blue?", "How do I make a cup of tea?", "What is a volcano?",
     "Tell me about the Moon.", "Why do people sleep?", "What do bees make?", "How does a bicycle work?",
@@ -344,11 +339,11 @@ def _add_row(report: Report, name: str, load: str, responses: Sequence[Response]
 
 
 @contextmanager
-def open_pipeline(model: str, windows: dict[str, float] | None = None) -> Iterator[Pipeline]:
-    """`windows`: Of edges whose windows follow playback, in their place."""
+def open_pipeline(model: str, *, smallest_windows: bool = False) -> Iterator[Pipeline]:
+    """`smallest_windows`: The first window of the vocoder is one frame."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = None if windows is None else str(write_config(model, windows, folder / "stages.yaml"))
+        config = str(write_config(model, folder / "stages.yaml")) if smallest_windows else None
         if model in RANDOM_WEIGHTS:
             arguments: Any = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 64 << 20}
             llm = AsyncOmniLLM(str(write_tiny_checkpoint(model, folder / model)), config, **arguments)
@@ -366,23 +361,26 @@ def read_config(model: str) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-def write_config(model: str, windows: dict[str, float], path: Path) -> Path:
+def vocoder_edges(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those to the last stage that have windows of frames."""
+    last = max(stage["stage_id"] for stage in config["stage_args"])
+    return [edge for edge in config["runtime"]["edges"] if edge["to"] == last and "first_window_size" in edge]
+
+
+def write_config(model: str, path: Path) -> Path:
     config = read_config(model)
-    for edge in config["runtime"]["edges"]:
-        if edge.get("window_growth") == "playback":
-            edge |= windows
+    for edge in vocoder_edges(config):
+        edge["first_window_size"] = 1
     path.write_text(yaml.safe_dump(config))
     return path
 
 
 def measure_edge(model: str, plan: Plan, num_seeds: int, report: Report) -> None:
-    follows = any(edge.get("window_growth") == "playback" for edge in read_config(model)["runtime"]["edges"])
     with ExitStack() as stack:
         ours = stack.enter_context(open_pipeline(model))
-        others = WINDOWS if follows else {}
-        pipelines = {"pipeline": ours} | {
-            name: stack.enter_context(open_pipeline(model, windows)) for name, windows in others.items()
-        }
+        pipelines = {"pipeline": ours}
+        if vocoder_edges(read_config(model)):
+            pipelines["smallest windows"] = stack.enter_context(open_pipeline(model, smallest_windows=True))
         for pipeline in pipelines.values():
             asyncio.run(plan.with_clients(pipeline, 2))  # warms up
         for num_clients in CONCURRENCY[:2]:
@@ -418,7 +416,7 @@ def compare_windows(pipelines: dict[str, Pipeline], num_clients: int, plan: Plan
         if name != "pipeline":
             report.ratios[f"{name.replace(' ', '_')}_c{num_clients}"] = medians["pipeline"] / medians[name]
     if len(pipelines) > 1 and num_clients == 1:
-        report.notes.append("smallest_windows_cN, fixed_windows_cN: our first sound to that of these, N clients")
+        report.notes.append("smallest_windows_cN: our first sound to that of these, N clients")
 
 
 def is_continuous(rate: float, backend: Backend, seed: int, plan: Plan, report: Report) -> bool:

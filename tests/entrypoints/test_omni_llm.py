@@ -199,20 +199,18 @@ def test_eight_streaming_requests_equal_complete_results(llm: OmniLLM, tiny_qwen
         events = by_id[request_id]
         end = check_events(events)
         for output, reference in zip(end.outputs, at_once[2 * i : 2 * i + 2], strict=True):
-            assert output.prompt == reference.prompt
-            if output.final_output_type == "text":  # The vocoder's are placeholders for the first window.
-                assert output.prompt_token_ids == reference.prompt_token_ids
+            assert output.prompt_token_ids == reference.prompt_token_ids and output.prompt == reference.prompt
             assert output.outputs[0].token_ids == reference.outputs[0].token_ids
             assert output.outputs[0].text == reference.outputs[0].text
             assert output.outputs[0].finish_reason == reference.outputs[0].finish_reason
         audio, expected = (outputs[1].multimodal_output["audio"] for outputs in (end.outputs, at_once[2 * i :]))
         torch.testing.assert_close(audio, expected, rtol=0, atol=1e-4)
         segments = [event for event in events if isinstance(event, ARSegmentEvent)]
-        num_tokens = end.outputs[0].stage_metrics[0].num_output_tokens
+        num_tokens, num_frames = (stage.num_output_tokens for stage in end.outputs[0].stage_metrics[:2])
         assert len([segment for segment in segments if segment.stage_id == 0]) >= min(num_tokens, 2)
         spoken = [segment for segment in segments if segment.stage_id == 2]
         assert {segment.final_output_type for segment in spoken} == {"audio"}
-        assert spoken, "in as many windows as its client could have waited for"
+        assert len(spoken) >= (2 if num_frames > 5 else 1), "the first window has four frames"
         assert all(segment.multimodal_output == {} for segment in segments if segment.stage_id == 0)
 
 

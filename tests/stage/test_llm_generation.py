@@ -9,13 +9,12 @@ import torch
 from vllm import SamplingParams
 
 from tests.stage.running_engine import RunningEngine, chunk, new_request
-from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines import llm_request
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Result, Stream
-from vllm_omni.stage.engines.playback import Pace
+from vllm_omni.stage.engines.playback import PlayingTime
 
 PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
@@ -231,28 +230,6 @@ def test_merged_windows_are_no_larger_than_a_batch(vocoder):
     assert_nothing_is_left(vocoder)
 
 
-def test_what_is_held_is_computed_without_further_input(vocoder):
-    """When its client has played half of what it had, or when it is clear that no more comes."""
-    follows = WindowConfig(window_size=50, first_window_size=1, window_growth="playback", unit="codes")
-    pieces = [extensible(n, n + 1) for n in range(4)]
-
-    def begin_playback(request_id: str) -> NewRequest:
-        return new_request(request_id, pieces[0], PARAMS, is_last=False, streams_output=True, window=follows)
-
-    vocoder.put(begin_playback("a"), *(chunk("a", piece) for piece in pieces[1:]), chunk("a", is_last=True))
-    vocoder.finish("a")  # Now it is known how long a code plays.
-    vocoder.put(begin_playback("b"))
-    vocoder.wait_for("b")
-    vocoder.put(*(chunk("b", piece) for piece in pieces[1:]))
-    vocoder.wait_for("b", 2)
-    vocoder.put(chunk("b", is_last=True))
-    vocoder.wait_for("b", len(vocoder.items["b"]) + 1)
-    torch.testing.assert_close(vocoder.output("b").tensors["audio"], audio(0, 4))
-    vocoder.put(begin_playback("c"), chunk("c", pieces[1]), AbortRequest("c"))
-    vocoder.wait_asleep()
-    assert_nothing_is_left(vocoder)
-
-
 @pytest.fixture
 def dues(vocoder, monkeypatch):
     """When windows are due, by their id; the clock stands at 1000.0 seconds."""
@@ -264,7 +241,7 @@ def dues(vocoder, monkeypatch):
 
     original = vocoder.engine._engine.set_window
     monkeypatch.setattr(vocoder.engine._engine, "set_window", set_window)
-    monkeypatch.setattr(vocoder.engine, "_pace", Pace())
+    monkeypatch.setattr(vocoder.engine, "_playing_time", PlayingTime())
     monkeypatch.setattr(llm_request, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     clock = [1000.0]
     return due, clock

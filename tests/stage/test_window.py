@@ -101,19 +101,6 @@ def test_windows_grow(first: int, right_context: int, expected: list[int]) -> No
     assert [len(units_of(window, "codes")) for window in windows] == expected
 
 
-def test_windows_that_follow_playback_arrive_in_pieces() -> None:
-    """Each is a sixteenth of what the units before it play, but for those that the consumer holds back."""
-    config = WindowConfig(
-        window_size=4, first_window_size=1, window_growth="playback", right_context=2, unit="codes"
-    )  # fmt: skip
-    state = WindowState(config)
-    windows = [window for piece in pieces([1] * 120) for window in state.add(piece)]
-    assert [len(units_of(window, "codes")) for window in windows] == [3] + [1] * 31 + [2] * 8 + [3] * 6 + [4] * 13
-    assert config.for_request(streams=True) == config
-    unplayed = config.for_request(streams=False)
-    assert (unplayed.first_window_size, unplayed.window_growth, unplayed.follows_playback) == (4, 1.25, False)
-
-
 def spoken(*texts: str) -> Iterator[StageOutput]:
     """A stream with these pieces of text, each with a token; the last one only ends it."""
     for number, text in enumerate(texts):

@@ -16,7 +16,6 @@ from vllm_omni.config.resources import check_resources
 from vllm_omni.config.stage import STAGE_TYPES, OmniStageConfig
 from vllm_omni.config.stage_config import (
     NIXL,
-    PLAYBACK,
     SENTENCES,
     SHM_THRESHOLD,
     PipelineConfig,
@@ -289,11 +288,6 @@ def _check_window(config: PipelineConfig, source: int, stage: OmniStageConfig) -
         raise StageConfigError(
             f"{where}: first_window_size {window.first_window_size} is too small; {path} needs at least "
             f"{processor.min_first_window_size} {window.unit}"
-        )
-    if window.follows_playback and not (processor is not None and processor.joins_windows):
-        raise StageConfigError(
-            f"{where}: window_growth {PLAYBACK}: {stage.label} does not say that windows of any size give the same "
-            "output (joins_windows); set a number, or remove it"
         )
     for name in ("left_context", "right_context"):
         if (context := getattr(window, name)) < 0:

@@ -51,10 +51,6 @@ class StageInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 SENTENCES = "sentences"
 """The unit of windows that consist of whole sentences."""
-PLAYBACK: Literal["playback"] = "playback"
-"""The growth of windows with what the client has left to play."""
-_UNPLAYED: dict[str, Any] = {"first_window_size": 4, "window_growth": 1.25}
-"""Of windows that would follow playback, for a request that nobody plays."""
 
 
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
@@ -63,13 +59,10 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         window_size: Units in a window; -1: one window, the complete result. Default: `runtime.defaults`, and 1 of
             sentences.
-        first_window_size: Units in the first window; of windows that follow playback the fewest, without
-            `right_context`. Default: declared by the consumer, else `window_size`, or 1 of those; of sentences -1, the
-            first clause.
-        window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached; or `playback`,
-            for a consumer that gives the same output with windows of any size: the first window is as small as it may
-            be, and the next ones grow with what the client has left to play. Default: the second window has
-            `window_size`.
+        first_window_size: Units in the first window. Default: declared by the consumer, else `window_size`; of
+            sentences -1, the first clause.
+        window_growth: Ratio of the sizes of successive windows, above 1, until `window_size` is reached. Default: the
+            second window has `window_size`.
         left_context: Units before a window that are sent again with it. Default: declared by the consumer.
         right_context: Units at the end of a window whose output comes with the next one, which is to be made while that
             of this one is played: windows grow without them. Default: declared by the consumer.
@@ -83,7 +76,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     to: int
     window_size: int | None = None
     first_window_size: int | None = None
-    window_growth: Annotated[float, msgspec.Meta(gt=1, le=1e6)] | Literal["playback"] | None = None
+    window_growth: Annotated[float, msgspec.Meta(gt=1, le=1e6)] | None = None
     left_context: int | None = None
     right_context: int | None = None
     unit: str | None = None
@@ -196,7 +189,7 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     window_size: int = -1
     first_window_size: int = -1
-    window_growth: float | Literal["playback"] | None = None
+    window_growth: float | None = None
     left_context: int = 0
     right_context: int = 0
     unit: str = "tokens"
@@ -207,21 +200,13 @@ class WindowConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.window_size != -1
 
     @property
-    def follows_playback(self) -> bool:
-        return self.streams and self.window_growth == PLAYBACK
-
-    @property
     def first_is_clause(self) -> bool:
         """Whether the first window ends with the first clause."""
         return self.unit == SENTENCES and self.first_window_size == -1
 
     def for_request(self, streams: bool) -> "WindowConfig":
-        """The windows of a request, which streams or not. Nobody plays what does not."""
-        if streams:
-            return self
-        if self.only_if_streaming:
-            return WindowConfig()
-        return msgspec.structs.replace(self, **_UNPLAYED) if self.follows_playback else self
+        """The windows of a request, which streams or not."""
+        return WindowConfig() if self.only_if_streaming and not streams else self
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -358,14 +343,11 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         size = default if edge.window_size is None else edge.window_size
         if size == -1:
             return WindowConfig()
-        growth = edge.window_growth or declared.window_growth
         first = declared.first_window_size if edge.first_window_size is None else edge.first_window_size
-        if first == -1 and unit != SENTENCES:
-            first = 1 if growth == PLAYBACK else size
         return WindowConfig(
             window_size=size,
-            first_window_size=first,
-            window_growth=growth,
+            first_window_size=size if first == -1 and unit != SENTENCES else first,
+            window_growth=edge.window_growth or declared.window_growth,
             left_context=declared.left_context if edge.left_context is None else edge.left_context,
             right_context=declared.right_context if edge.right_context is None else edge.right_context,
             unit=unit,

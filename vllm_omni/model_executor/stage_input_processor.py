@@ -38,10 +38,6 @@ class StageInputProcessor(ABC):
     min_first_window_size: ClassVar[int] = 1
     """The fewest units of the first window."""
 
-    joins_windows: ClassVar[bool] = False
-    """Windows of any size give the same output, and are made `StageInput`s with `is_extensible`: an edge may have
-    `window_growth: playback`."""
-
     spoken_rows: ClassVar[str | None] = None
     """If it speaks the reply of its only source: the name of the tensor with the prompt's rows and one for each token
     of the reply but the last. Then it gets what `OmniPrompt.spoken_text` says of a reply, and nothing else."""

@@ -353,10 +353,7 @@ class RequestHandler:
             state.enter(Phase.IN_ENGINE)
             streams, reads_rows = self._sender.streams(state), self._sender.reads_tensors(state)
             is_last = is_last and state.request.is_complete
-            windows = (self._spec.sources[i].window.for_request(state.submit.streams) for i in state.submit.sources)
-            window = next((window for window in windows if window.follows_playback), None)
-            new = NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows, window)
-            self._for_engine.append(new)
+            self._for_engine.append(NewRequest(state.request, stage_input, sources, is_last, streams, reads_rows))
             self._pass_more_input(state)
         elif is_last:
             assert self._processor is not None

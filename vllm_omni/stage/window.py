@@ -16,36 +16,25 @@ from vllm_omni.stage.sentences import SentenceCutter
 Unit = TypeVar("Unit")
 
 
-_PIECES = 16
-"""What becomes windows that follow playback arrives in pieces, each one of so many parts of what was sent before: the
-client has more than that left to play, unless the source is hardly faster than sound."""
-
-
 class WindowSizes:
     """The sizes of the windows of one stream: the first one, growing ones, and then always `window_size`.
 
     A window grows from what the one before it gives to play, which is less than that window by the right context, once:
-    later windows give what they hold back, too. Where windows follow playback, these are the sizes of pieces, which the
-    consumer's engine makes windows of.
+    later windows give what they hold back, too.
     """
 
     def __init__(self, config: WindowConfig) -> None:
         self._config = config
         self.current = 1 if config.first_is_clause else config.first_window_size
-        if config.follows_playback:
-            self.current += config.right_context
         self._num_units = self.current  # of the windows so far
 
     def advance(self) -> None:
-        config, growth = self._config, self._config.window_growth
-        playable = self._num_units - config.right_context
-        if growth is None:
+        config = self._config
+        if config.window_growth is None:
             self.current = config.window_size
-        elif isinstance(growth, str):  # They follow playback.
-            self.current = min(max(1, playable // _PIECES), config.window_size)
         else:
-            played = min(self.current, playable)
-            grown = math.ceil(growth * (played if played > 0 else self.current))
+            played = min(self.current, self._num_units - config.right_context)
+            grown = math.ceil(config.window_growth * (played if played > 0 else self.current))
             self.current = min(grown, config.window_size)
         self._num_units += self.current
 

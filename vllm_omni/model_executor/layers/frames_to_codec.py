@@ -18,7 +18,6 @@ class FramesToCodec(StageInputProcessor):
 
     reads: ClassVar[tuple[str, ...]] = ("completions", "tensors.codes", "tensors.ref_codes")
     window: ClassVar[WindowConfig] = WindowConfig(unit="codes")
-    joins_windows: ClassVar[bool] = True
 
     def process(self, request: StageRequest, sources: Mapping[int, StageOutput]) -> StageInput | None:
         """

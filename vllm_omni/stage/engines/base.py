@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni.config.stage_config import WindowConfig
 from vllm_omni.control import (
     DEFAULT_WEIGHT_VERSION,
     CheckWeights,
@@ -53,7 +52,6 @@ class NewRequest:
         is_last: The input is complete; otherwise `StreamChunk`s follow, up to one with `is_last`.
         streams_output: The output is read while it is made: put `Stream` items.
         emits_rows: The model's tensors are read; otherwise they need not leave the model runner.
-        window: Of its input, if windows grow with what the client has left to play: `sources` are pieces of them.
     """
 
     request: StageRequest
@@ -62,7 +60,6 @@ class NewRequest:
     is_last: bool = True
     streams_output: bool = False
     emits_rows: bool = True
-    window: WindowConfig | None = None
 
     @property
     def request_id(self) -> str:

@@ -37,7 +37,7 @@ from vllm_omni.stage.engines.base import (
     Stream,
     StreamChunk,
 )
-from vllm_omni.stage.engines.playback import Pace, Playback, playing_s
+from vllm_omni.stage.engines.playback import Playback, PlayingTime, playing_s
 from vllm_omni.stage.watchdog import StepTimer
 
 logger = get_logger(__name__)
@@ -147,13 +147,13 @@ class _Run:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def rank(self, pace: Pace) -> tuple[bool, Urgency]:
+    def rank(self, playing_time: PlayingTime) -> tuple[bool, Urgency]:
         """The least is next: a release, then the most urgent window."""
         if self.aborted.is_set():
             return False, Urgency(0, False, 0.0)
         first, due = self.windows[0], self.playback.until
         if not self.streams:  # Nobody plays it: it is due when it could have been played.
-            due += pace.playing_s(_size_of(first))
+            due += playing_time.estimate(_size_of(first))
         is_first = isinstance(first, NewRequest) and (self.streams or not first.is_last)
         return True, Urgency(self.request.priority, not is_first, due)
 
@@ -191,7 +191,7 @@ class FunctionStageEngine(StageEngine):
         # Of a plain function: those to compute, and the next ones.
         self.capacity = 2 * self._batch_size if self._plain is not None else _REQUESTS_PER_THREAD * num_threads
         self._stage_id = function.stage.stage_id
-        self._pace = Pace()
+        self._playing_time = PlayingTime()
         self._timers = [StepTimer() for _ in range(num_threads)]
         self._num_idle = max(1, num_threads)
         self._runs: dict[str, _Run] = {}
@@ -232,7 +232,7 @@ class FunctionStageEngine(StageEngine):
 
     def step(self) -> None:
         """Makes the next call, or passes it to an idle thread."""
-        self._ready.sort(key=lambda run: run.rank(self._pace))
+        self._ready.sort(key=lambda run: run.rank(self._playing_time))
         calls = [run.next_call() for run in self._ready[: self._batch_size]]
         del self._ready[: self._batch_size]
         self._num_idle -= 1
@@ -262,7 +262,7 @@ class FunctionStageEngine(StageEngine):
         for call in calls:
             run = call.run
             if call.window is not None:
-                self._pace.add_output(seconds, _size_of(call.window), run.new_s)
+                self._playing_time.add(_size_of(call.window), run.new_s)
             run.is_busy = False
             if run in ended:
                 del self._runs[run.request_id]

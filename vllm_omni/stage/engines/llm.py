@@ -5,8 +5,6 @@ The loop is vLLM's: read the inbox, step, emit outputs. All requests of the stag
 """
 
 import logging
-import math
-import queue
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -45,7 +43,6 @@ from vllm_omni.metrics.stats import CacheCounts, MetricFamily
 from vllm_omni.stage.engines.base import (
     AbortRequest,
     Error,
-    InboxItem,
     NewRequest,
     Outbox,
     RequestItem,
@@ -54,7 +51,7 @@ from vllm_omni.stage.engines.base import (
     StreamChunk,
 )
 from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
-from vllm_omni.stage.engines.playback import Pace
+from vllm_omni.stage.engines.playback import PlayingTime
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
@@ -107,7 +104,7 @@ class LLMStageEngine(StageEngine):
 
             make_processor_of_parts()
             self._request_class = TranscribingRequest
-        self._pace, self._sample_rate = Pace(), sample_rate
+        self._playing_time, self._sample_rate = PlayingTime(), sample_rate
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
         self._last_end = 0.0  # of a step, as time.perf_counter()
@@ -245,7 +242,7 @@ class LLMStageEngine(StageEngine):
 
     def _make_request(self, item: NewRequest) -> LLMRequest:
         if issubclass(self._request_class, GenerationRequest):
-            return self._request_class(self._engine, self._stage_id, item, self._pace, self._sample_rate)
+            return self._request_class(self._engine, self._stage_id, item, self._playing_time, self._sample_rate)
         return self._request_class(self._engine, self._stage_id, item)
 
     def _extend(self, chunk: StreamChunk) -> None:
@@ -257,33 +254,11 @@ class LLMStageEngine(StageEngine):
     def has_work(self) -> bool:
         return self._engine.has_work()
 
-    def _next_item(self, timeout: float | None = None) -> InboxItem:
-        if (starts_at := self._next_start()) == math.inf:
-            return super()._next_item(timeout)
-        try:
-            return super()._next_item(max(0.0, starts_at - time.monotonic()))
-        except queue.Empty:
-            return self._start_windows
-
-    def _next_start(self) -> float:
-        """When the first window that is held starts."""
-        if not issubclass(self._request_class, GenerationRequest):
-            return math.inf
-        return min((request.starts_at for request in self._requests.values()), default=math.inf)
-
-    def _start_windows(self) -> None:
-        """Starts the windows that have been held until now."""
-        now = time.monotonic()
-        for request in [request for request in self._requests.values() if request.starts_at <= now]:
-            self._advance(request, request.resume, ValueError, VLLMClientError)
-
     def step(self) -> None:
         """
         Raises:
             Exception: The device is broken, or the engine's state could not be recovered.
         """
-        if self._next_start() <= time.monotonic():
-            self._start_windows()
         try:
             outputs = self._engine.step()
         except Exception as error:

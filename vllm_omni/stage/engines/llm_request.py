@@ -6,7 +6,6 @@ request of the engine for each window of its input, in order, each with the mode
 """
 
 import copy
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -23,11 +22,7 @@ from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
-from vllm_omni.stage.engines.playback import Pace, Playback, playing_s
-from vllm_omni.stage.window import WindowSizes
-
-_SHARE = 0.25
-"""Of what its client has in hand, that a window may wait for more input."""
+from vllm_omni.stage.engines.playback import Playback, PlayingTime, playing_s
 
 Items = list[Stream | Result]
 """Outputs in order. A `Result` is the last."""
@@ -38,10 +33,7 @@ class LLMRequest(ABC):
     Attributes:
         request_id: The pipeline's.
         num_retries: Shared steps that raised, since a request was last found to be the cause.
-        starts_at: When `resume` starts the next window of its input (`time.monotonic()`); infinite while none is held.
     """
-
-    starts_at: float = math.inf
 
     def __init__(self, engine: OmniLLMEngine, stage_id: int, item: NewRequest) -> None:
         self.request_id = item.request_id
@@ -86,10 +78,6 @@ class LLMRequest(ABC):
             InvalidRequestError: Its grammar cannot be used.
             RuntimeError: vLLM ended the request with an error.
         """
-
-    def resume(self) -> Items:
-        """Starts the window that is held, if it is time. Raises as `start`."""
-        return []
 
     def abort(self) -> None:
         """Aborts it in the engine."""
@@ -160,41 +148,30 @@ class ARRequest(LLMRequest):
 
 
 class GenerationRequest(LLMRequest):
-    """A request that is one request of the engine for each window of its input, in order.
-
-    Where windows follow playback (`NewRequest.window`) input that has arrived is held: the first window as long as it
-    is too little to play until the next one can be made, a later one while the client has enough in hand. So the first
-    sound is early, and windows grow as fast as what the client has in hand.
-    """
+    """A request that is one request of the engine for each window of its input, in order."""
 
     def __init__(
         self,
         engine: OmniLLMEngine,
         stage_id: int,
         item: NewRequest,
-        pace: Pace | None = None,
+        playing_time: PlayingTime | None = None,
         sample_rate: int | None = None,
     ) -> None:
         """
         Args:
-            pace: The stage's; None: its own.
+            playing_time: The stage's; None: its own.
             sample_rate: Samples per second of its output. None: it is no sound.
         """
         super().__init__(engine, stage_id, item)
-        self._pace = pace or Pace()
+        self._playing_time = playing_time or PlayingTime()
         self._sample_rate = sample_rate
         self._request = item.request
         self._is_input_complete = False
-        self._waiting: deque[tuple[StageInput | None, int]] = deque()  # with its units
-        self._window = item.window
-        self._sizes = None if item.window is None else WindowSizes(item.window)
-        self._num_units = 0  # of the input that has arrived
+        self._waiting: deque[StageInput | None] = deque()
         self._running: RequestWindow | None = None
-        self._running_units = 0
         self._num_done = 0
-        self._last_arrival = self._started = time.monotonic()
-        self._playback = Playback(self._started, item.request.sent_s)
-        self._reserve = 0.0  # what the client had in hand with the last output, in seconds
+        self._playback = Playback(time.monotonic(), item.request.sent_s)
         self._has_stream = False
         self._finish_reason = "stop"
         self._pieces: list[StageOutput] = []
@@ -208,29 +185,14 @@ class GenerationRequest(LLMRequest):
         return engine_id.rpartition("/")[0]
 
     def start(self, item: NewRequest) -> Items:
-        self._add(item.stage_input)
+        self._waiting.append(item.stage_input)
         self._is_input_complete = item.is_last
         return self._continue()
 
     def extend(self, chunk: StreamChunk) -> Items:
         if chunk.stage_input is not None:
-            self._add(chunk.stage_input)
+            self._waiting.append(chunk.stage_input)
         self._is_input_complete = chunk.is_last
-        return self._continue()
-
-    def _add(self, stage_input: StageInput | None) -> None:
-        num_units = 0 if stage_input is None else len(stage_input.prompt_token_ids)
-        if self._sizes is not None:  # Of the first window the model may read more than its units.
-            num_units = min(num_units, self._sizes.current)
-            self._sizes.advance()
-        now = time.monotonic()
-        if self._num_units and num_units:
-            self._pace.add_arrival(now - self._last_arrival, num_units)
-        self._last_arrival = now
-        self._num_units += num_units
-        self._waiting.append((stage_input, num_units))
-
-    def resume(self) -> Items:
         return self._continue()
 
     def take(self, output: Any) -> Items:
@@ -244,12 +206,17 @@ class GenerationRequest(LLMRequest):
         self._release_state()
 
     def _continue(self) -> Items:
-        """Starts the next window if none runs, and it is time; returns the available outputs."""
-        self.starts_at = math.inf
+        """Starts the next window if none runs; returns the available outputs."""
         if self._running is None and self._waiting:
-            self.starts_at = self._next_start()
-            if self.starts_at <= time.monotonic():
-                self._start_next()
+            stage_input = self._next_input()
+            window = RequestWindow(
+                self.request_id,
+                index=self._num_done,
+                is_last=self._is_input_complete and not self._waiting,
+                streams=self._streams_output,
+                due=self._due(stage_input),
+            )
+            self._run(window, stage_input)
         if self._is_input_complete and self._running is None:
             self._release_state()
             return [self._result(self._merged())]
@@ -258,66 +225,31 @@ class GenerationRequest(LLMRequest):
             pieces, self._pieces = self._pieces, pieces
         return [self._stream(piece) for piece in pieces]
 
-    def _start_next(self) -> None:
-        self.starts_at = math.inf
-        stage_input, self._running_units = self._next_input()
-        window = RequestWindow(
-            self.request_id,
-            index=self._num_done,
-            is_last=self._is_input_complete and not self._waiting,
-            streams=self._streams_output,
-            due=self._due(stage_input),
-        )
-        self._run(window, stage_input)
-
-    def _next_start(self) -> float:
-        """When the next window is computed, unless more input comes before."""
-        num_waiting = sum(num_units for _, num_units in self._waiting)
-        window, pace = self._window, self._pace
-        if window is None or self._is_input_complete or not pace.plays or self._playback.is_behind:
-            return -math.inf
-        if num_waiting >= window.window_size:
-            return -math.inf
-        if self._num_done:
-            return self._playback.until - max((1 - _SHARE) * self._reserve, pace.making_s(num_waiting + 1))
-        is_enough = num_waiting - window.right_context >= pace.num_units(0)
-        return -math.inf if is_enough else self._last_arrival + pace.next_output_s
-
-    def _max_units(self) -> float:
-        """The most units of the next window: not so many that their client would wait for them."""
-        if self._window is None or not self._pace.plays or self._playback.is_behind:
-            return math.inf
-        num_held = 0 if self._num_done else self._window.right_context
-        return num_held + self._pace.num_units(self._playback.until - time.monotonic())
-
     def _due(self, stage_input: StageInput | None) -> float:
         """When a window has to be computed. If nobody plays the output: when it could have been played."""
         if self._streams_output or stage_input is None:
             return self._playback.until
-        return self._playback.until + self._pace.playing_s(len(stage_input.prompt_token_ids))
+        return self._playback.until + self._playing_time.estimate(len(stage_input.prompt_token_ids))
 
-    def _next_input(self) -> tuple[StageInput | None, int]:
-        """The next window, with those behind it that fit into one batch; and its units."""
-        max_units = self._max_units()
-        stage_input, num_units = self._waiting.popleft()
+    def _next_input(self) -> StageInput | None:
+        """The next window, with those behind it that fit into one batch."""
+        stage_input = self._waiting.popleft()
         while self._waiting:
-            later, more_units = self._waiting[0]
+            later = self._waiting[0]
             if stage_input is None or later is None or not stage_input.is_extensible:
                 break
             if len(stage_input.prompt_token_ids) + len(later.prompt_token_ids) > self._engine.batch_tokens:
                 break
-            if num_units + more_units > max_units:
-                break
             self._waiting.popleft()
-            stage_input, num_units = stage_input.extended_by(later), num_units + more_units
-        return stage_input, num_units
+            stage_input = stage_input.extended_by(later)
+        return stage_input
 
     def _run(self, window: RequestWindow, stage_input: StageInput | None) -> None:
         engine_id = _window_id(window)
         if stage_input is not None and stage_input.finish_reason is not None:
             self._finish_reason = stage_input.finish_reason
         _add_to_engine(self._engine, engine_id, self._request, stage_input, RequestOutputKind.FINAL_ONLY)
-        self._running, self._started = window, time.monotonic()
+        self._running = window
         self._engine.set_window(engine_id, window)
         self._has_stream |= not (window.is_first and window.is_last)
 
@@ -327,14 +259,13 @@ class GenerationRequest(LLMRequest):
             self._has_stream = False
 
     def _as_window(self, output: Any) -> StageOutput:
-        num_input_tokens = self._num_input_tokens + len(output.prompt_token_ids or ())
+        num_tokens = len(output.prompt_token_ids or ())
+        num_input_tokens = self._num_input_tokens + num_tokens
         piece = self._as_piece(output, is_first=self._num_done == 0)
         self._num_input_tokens = num_input_tokens
-        now = time.monotonic()
         seconds = playing_s(piece, self._sample_rate)
-        self._pace.add_output(now - self._started, self._running_units, seconds)
-        self._playback.add(now, seconds)
-        self._reserve = self._playback.until - now
+        self._playing_time.add(num_tokens, seconds)
+        self._playback.add(time.monotonic(), seconds)
         piece.completions = []  # The request has one completion, which ends with the last window.
         return piece
 

@@ -25,12 +25,15 @@ RENDERED = "<|im_start|>user\nWhy is the sea blue?<|im_end|>\n<|im_start|>assist
 
 
 def same(ours: list[Any], expected: list[Any]) -> bool:
-    """Whether two results have the same prompt, text and speech."""
+    """Whether two results have the same prompt and text, and the same speech but for the last bits of windows that were
+    cut elsewhere."""
     (text, speech), (expected_text, expected_speech) = ours, expected
+    audio, expected_audio = speech.multimodal_output["audio"], expected_speech.multimodal_output["audio"]
     return (
         text.prompt_token_ids == expected_text.prompt_token_ids
         and text.outputs[0].token_ids == expected_text.outputs[0].token_ids
-        and torch.equal(speech.multimodal_output["audio"], expected_speech.multimodal_output["audio"])
+        and audio.shape == expected_audio.shape
+        and torch.allclose(audio, expected_audio, rtol=0, atol=1e-4)
     )
 
 

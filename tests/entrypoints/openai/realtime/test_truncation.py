@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from vllm.exceptions import VLLMValidationError
 
+from tests.entrypoints.int16_sound import assert_sounds_like
 from tests.entrypoints.openai.media_apps import png, with_flags
 from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, speech_of, visit
@@ -224,7 +225,8 @@ def test_a_conversation_longer_than_the_context(realtime_app: FastAPI, output: A
             assert fitting is not None and -20 < num_kept < -4
             assert fitting[-1].response.usage.input_tokens == response.usage.input_tokens
             assert said(fitting[-1].response) == said(response)
-            assert speech_of(fitting) == speech_of(events)
+            if output is SPEECH:
+                assert_sounds_like(speech_of(fitting), speech_of(events))
 
     visit(realtime_app, main)
 
@@ -257,6 +259,7 @@ def test_more_sound_than_the_context_and_a_session_keep(realtime_app: FastAPI) -
                     await fresh.until("conversation.item.done")
             again = await fresh.respond(**SPEECH)
             assert again[-1].response.usage.input_tokens == response.usage.input_tokens
-            assert said(again[-1].response) == said(response) and speech_of(again) == speech_of(events)
+            assert said(again[-1].response) == said(response)
+            assert_sounds_like(speech_of(again), speech_of(events))
 
     visit(with_flags(realtime_app, "--max-realtime-audio-s=30"), main)

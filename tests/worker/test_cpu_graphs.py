@@ -15,7 +15,7 @@ from vllm_omni.worker.cpu_graphs import can_capture, capture
 
 
 class Step:
-    """Views, operations in place, several results, results that nothing reads, and a state."""
+    """Views and copies, operations in place, several results, results that nothing reads, and a state."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -25,7 +25,9 @@ class Step:
 
     def __call__(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
-        left, right = (x @ self.weight.t()).split([2, 4], dim=-1)
+        product = x @ self.weight.t()
+        copied = product.to(product.dtype, copy=True)
+        left, right = product.split([2, 4], dim=-1)
         left.mul_(2.0)
         right[..., :2].add_(left)
         unused = torch.empty_like(right)
@@ -33,7 +35,7 @@ class Step:
         self.state.view(4, 3)[index, 1:] += left
         output = torch.empty(len(x), 4)
         torch.add(right.view(-1, 4)[:], self.weight.data[0], out=output)
-        return torch.cat([output, self.state.view(-1, 3).index_select(0, index)], dim=1).contiguous()
+        return torch.cat([output, copied, self.state.view(-1, 3).index_select(0, index)], dim=1).contiguous()
 
 
 @torch.inference_mode()
@@ -75,6 +77,7 @@ def test_python_that_reads_results_is_not_captured(function: Callable[[torch.Ten
         ({"lora_config": object()}, False),
         ({"parallel_config": SimpleNamespace(world_size=2)}, False),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, False),
+        ({"kv_transfer_config": object()}, False),
     ],
 )
 def test_models_whose_steps_depend_on_shapes_alone(changes: dict[str, Any], is_captured: bool) -> None:
@@ -84,6 +87,7 @@ def test_models_whose_steps_depend_on_shapes_alone(changes: dict[str, Any], is_c
             "lora_config": None,
             "parallel_config": SimpleNamespace(world_size=1),
             "model_config": SimpleNamespace(is_encoder_decoder=False),
+            "kv_transfer_config": None,
             **changes,
         }
     )

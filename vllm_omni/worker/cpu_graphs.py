@@ -18,7 +18,6 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, VllmConfig
-from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
@@ -77,7 +76,7 @@ def can_capture(model: nn.Module, config: VllmConfig) -> bool:
         and config.lora_config is None
         and config.parallel_config.world_size == 1
         and not config.model_config.is_encoder_decoder
-        and not has_kv_transfer_group()
+        and config.kv_transfer_config is None  # Connectors load and save within the attention.
     )
 
 
@@ -228,7 +227,7 @@ class GraphBuilder:
         text = f"{self._constant(operation)}({', '.join(arguments)})"
         made = [tensor for tensor in _tensors(call.result) if id(tensor) not in known]
         for tensor in made:
-            self._variables[id(tensor)] = f"t{len(self._variables)}"
+            self._variables.setdefault(id(tensor), f"t{len(self._variables)}")
         reads = {self._variables[id(tensor)] for tensor in read if id(tensor) in self._variables}
         writes = {self._variables[id(tensor)] for tensor in made}
         if made:
@@ -254,12 +253,8 @@ class GraphBuilder:
 
 
 def _is_same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (
-        view.dtype == tensor.dtype
-        and view.shape == tensor.shape
-        and view.stride() == tensor.stride()
-        and view.storage_offset() == tensor.storage_offset()
-    )
+    """Some operations whose result may be a view make a copy (`to(copy=True)`)."""
+    return view.dtype == tensor.dtype and view.is_set_to(tensor)
 
 
 def _needed(lines: Sequence[Line], result: str) -> list[Line]:

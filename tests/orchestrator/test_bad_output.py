@@ -30,6 +30,8 @@ def speak(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str
             values["thing"] = object()
         case "scalar":
             values["audio"] = torch.tensor(1.0)
+        case "scalar piece":
+            return iter([values | {"audio": torch.tensor(1.0)}])
         case "shapes":
             return iter([{"wave": torch.zeros(2, 3)}, {"wave": torch.zeros(2, 4)}])
     return values
@@ -72,5 +74,6 @@ def test_a_request_that_cannot_be_serialized_fails_alone(caller: Caller) -> None
 def test_audio_of_one_sample_without_a_dimension() -> None:
     config = make_config(function_stage(0, "maker", speak, (), "audio") | {"sample_rate": 10})
     with opened(config) as caller:
-        caller.submit("scalar")
-        assert texts(caller.wait_one()) == ["scalar"]
+        for what in ("scalar", "scalar piece"):
+            caller.submit(what)
+            assert texts(caller.wait_one()) == [what]

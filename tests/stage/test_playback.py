@@ -31,7 +31,7 @@ def test_what_a_client_has_already_gives_it_nothing_more_to_play() -> None:
 @pytest.mark.parametrize(
     ("audio", "sample_rate", "seconds"),
     [(torch.zeros(500), 1000, 0.5), (torch.zeros(2, 500), 1000, 0.5), (torch.zeros(500), None, 0.0),
-     (torch.tensor(1.0), 1000, 0.0), (None, 1000, 0.0)],
+     (torch.tensor(1.0), 1000, 0.001), (None, 1000, 0.0)],
 )  # fmt: skip
 def test_seconds_of_an_output(audio: torch.Tensor | None, sample_rate: int | None, seconds: float) -> None:
     output = StageOutput(request_id="r", stage_id=0, tensors={} if audio is None else {"audio": audio})

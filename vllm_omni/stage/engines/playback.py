@@ -5,13 +5,15 @@ from vllm_omni.outputs import StageOutput
 
 
 def playing_s(piece: StageOutput, sample_rate: int | None) -> float:
-    """Seconds of a piece's `audio`, `[samples]` or `[channels, samples]`; 0 if it has none.
+    """Seconds of a piece's `audio`, `[samples]`, `[channels, samples]` or one sample; 0 if it has none.
 
     Args:
         sample_rate: Samples per second. None: outputs are no sound.
     """
     audio = piece.tensors.get("audio")
-    return 0.0 if audio is None or not audio.ndim or sample_rate is None else audio.shape[-1] / sample_rate
+    if audio is None or sample_rate is None:
+        return 0.0
+    return (audio.shape[-1] if audio.ndim else 1) / sample_rate
 
 
 class Playback:

@@ -95,7 +95,7 @@ def test_a_wrong_python_is_refused(tmp_path: Path, text: str, words: str) -> Non
 
 
 def test_a_python_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python, "_PROBE_S", 0.1)
+    monkeypatch.setattr(python, "PROBE_S", 0.1)
     path = script(tmp_path / "python", "exec sleep 1000")
     with pytest.raises(StageConfigError, match="has not answered within"):
         python.find_python(str(path), LABEL)

@@ -115,7 +115,7 @@ def test_a_process_that_hangs_without_its_lifeline_delays_no_restart() -> None:
 
 def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(A, B) as (caller, server), monkeypatch.context() as patch:
-        patch.setattr(supervisor, "_END_GRACE_S", FAR)
+        patch.setattr(supervisor, "END_GRACE_S", FAR)
         held = hold_at_b(caller)
         with stopped(server):
             b = psutil.Process(processes(caller)["b"])
@@ -131,7 +131,7 @@ def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
         held = hold_at_b(caller)
         with stopped(server):
@@ -144,8 +144,8 @@ def test_a_process_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pipeline_closes_although_no_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
-    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
         left = [psutil.Process(pid) for pid in processes(caller).values()]
         os.kill(server._process.pid, signal.SIGSTOP)

@@ -183,7 +183,7 @@ def test_the_last_window_is_marked_if_the_end_was_known_at_its_start(vocoder):
 
 def test_an_error_of_vllm_is_an_error_of_the_request(vocoder, monkeypatch):
     scheduler = vocoder.engine._engine._core.scheduler
-    monkeypatch.setattr(scheduler, "_max_prompt_tokens", 8)
+    monkeypatch.setattr(scheduler, "max_prompt_tokens", 8)
     vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 15)), begin("b", window(0, 3), is_last=True))
     (output,) = vocoder.finish("b")
     torch.testing.assert_close(output.tensors["audio"], audio(0, 3))

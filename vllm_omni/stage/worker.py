@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from vllm.platforms import current_platform
 from vllm.utils.system_utils import decorate_logs, set_process_title
 
 from vllm_omni.control import CommitWeights, LoadWeights
 from vllm_omni.distributed.locked_folder import hold
 from vllm_omni.metrics.logs import configure_process, get_logger, log_warnings
-from vllm_omni.metrics.memory import release_free_memory
+from vllm_omni.metrics.memory import release_free_memory, use_huge_pages
 from vllm_omni.metrics.recorder import StageRecorder
 from vllm_omni.metrics.tracing import StageTracer
 from vllm_omni.model_executor.stage_input_processor import load_stage_input_processor
@@ -82,6 +83,8 @@ class HostedStage:
             self.engine.start()
         self._update_weights()
         release_free_memory()
+        if current_platform.is_cpu():
+            use_huge_pages()
         log_warnings()
         self._outbox.put(Started())
 

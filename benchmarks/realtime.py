@@ -341,13 +341,16 @@ def stage_memory_of(url: str) -> float:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64], help="sessions at once")
+    parser.add_argument(
+        "--sessions", type=int, nargs="+", help="sessions at once (default 1 8 64; 1 of --pauses with --quick)"
+    )
     parser.add_argument("--turns", type=int, default=5, help="turns of a session")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="talk for so long, the largest of --sessions at once")
     parser.add_argument("--pauses", choices=QUESTIONS, help="compare answers begun at the pause, of this model")
     parser.add_argument("--turn-detection", choices=["server_vad", "semantic_vad"], default="server_vad")
     args = parse(parser)
+    args.sessions = args.sessions or ([1] if args.pauses and args.quick else [1, 8, 64])
     num_rounds, num_turns = (1, min(args.turns, 2)) if args.quick else (args.rounds, args.turns)
     report = Report("realtime", {"turns": num_turns, "rounds": num_rounds})
     if args.pauses:

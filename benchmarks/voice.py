@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spoken answers to requests at random times: whether their sound arrives in time to be played.
 
-    python benchmarks/voice.py [--model NAME] [--patience S] [--output FILE.json] [--quick]
+    python benchmarks/voice.py [--model NAME] [--patience S] [--edge] [--output FILE.json] [--quick]
 
 Requests of one question each arrive at random times (Poisson). A client begins to play `--patience` seconds after its
 request and does not wait again: sound that arrives after it should have been played is late. The rate at 99 is the
@@ -13,6 +13,12 @@ seconds of silence for a client that plays from then on.
 each sentence when it is written, with the ends of sentences found as in the pipeline. Once it handles one request after
 the other, on all cores; once each request has a thread. All write greedily. `shapes`, and the omni models with random
 weights, have no such server.
+
+`--edge`: instead, at the edge of capacity, which is the highest rate at which 99.5% of the streams are continuous: all
+of their sound is in time. Five times, with other arrivals: this rate, and of `talk` the same of the server that handles
+one request after the other, whose queue is computed from what each answer takes alone. Three times at 70% of it: the
+95th percentile of the first sound, over the median of one client. And of a pipeline with a vocoder: the first sound,
+over that with the smallest first window, which has gaps.
 """
 
 import asyncio
@@ -27,16 +33,20 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from backends import sampling_params
 from report import Report, make_parser, percentile, progress, underrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from vllm_omni import ARSegmentEvent, AsyncOmniLLM, ErrorEvent
+from vllm_omni.config.utils import stage_configs_dir
 from vllm_omni.inputs import StageRequest
+from vllm_omni.model_packages import find_models
 from vllm_omni.outputs import Completion, StageOutput
 from vllm_omni.stage.sentences import SentenceCutter
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
@@ -48,6 +58,8 @@ IN_TIME = 0.99
 FIRST_RATE, NUM_HALVINGS = 0.2, 2
 """Requests/s; how often the step between a rate that is kept and one that is not is halved, in ratios."""
 CONCURRENCY = (1, 4, 16)
+CONTINUOUS, NUM_SEEDS, NUM_LOADED, LOAD = 0.995, 5, 3, 0.7
+"""With --edge: the share of streams; how often the rate is looked for, and the load is made; the load, to that rate."""
 QUESTIONS = (
     "What is the capital of France?", "Why is the sky blue?", "How do I make a cup of tea?", "What is a volcano?",
     "Tell me about the Moon.", "Why do people sleep?", "What do bees make?", "How does a bicycle work?",
@@ -62,9 +74,11 @@ class Response:
 
     Attributes:
         pieces: When each piece of sound arrived, in seconds since the request, and how many seconds it plays.
+        ended: When the answer was complete, in seconds since the request.
     """
 
     pieces: list[tuple[float, float]] = field(default_factory=list)
+    ended: float = 0.0
 
     @property
     def first_sound(self) -> float:
@@ -81,6 +95,14 @@ class Response:
             due += seconds
             in_time += min(seconds, max(0.0, due - when))
         return in_time
+
+    def is_continuous(self, patience: float) -> bool:
+        """Whether all of its sound was in time."""
+        return self.seconds - self.seconds_in_time(patience) < 1e-6
+
+    def later(self, seconds: float) -> "Response":
+        """The same, after a time in a queue."""
+        return Response([(when + seconds, plays) for when, plays in self.pieces], self.ended + seconds)
 
     @property
     def underrun(self) -> float:
@@ -107,6 +129,7 @@ class Backend(ABC):
                 response.pieces.append((time.monotonic() - started, samples / self.rate))
         if not response.pieces:
             raise RuntimeError(f"there was no sound for {question!r}")
+        response.ended = time.monotonic() - started
         return response
 
 
@@ -218,17 +241,30 @@ class Plan:
     seconds: float
     num_rounds: int
 
-    async def at_rate(self, backend: Backend, rate: float) -> list[Response]:
+    def arrivals(self, rate: float, seed: int) -> list[float]:
+        """When requests are sent, in seconds."""
+        rng = random.Random(seed)
+        count = max(8, round(rate * self.seconds))
+        return [0.0, *itertools.accumulate(rng.expovariate(rate) for _ in range(count - 1))]
+
+    async def at_rate(self, backend: Backend, rate: float, seed: int = 0) -> list[Response]:
         """Sends requests at times that are the same for all backends."""
-        rng = random.Random(0)
         tasks = []
         async with asyncio.TaskGroup() as group:
-            when = time.monotonic()
-            for question in itertools.islice(itertools.cycle(self.questions), max(8, round(rate * self.seconds))):
+            started = time.monotonic()
+            for when, question in zip(self.arrivals(rate, seed), itertools.cycle(self.questions), strict=False):
+                await asyncio.sleep(started + when - time.monotonic())
                 tasks.append(group.create_task(backend.respond(question)))
-                when += rng.expovariate(rate)
-                await asyncio.sleep(when - time.monotonic())
         return [task.result() for task in tasks]
+
+    def one_after_the_other(self, alone: Sequence[Response], rate: float, seed: int) -> list[Response]:
+        """What a server without concurrency would have sent: `alone` are the answers to the questions."""
+        free_at, responses = 0.0, []
+        for when, response in zip(self.arrivals(rate, seed), itertools.cycle(alone), strict=False):
+            begun = max(when, free_at)
+            free_at = begun + response.ended
+            responses.append(response.later(begun - when))
+        return responses
 
     async def with_clients(self, backend: Backend, num_clients: int) -> list[Response]:
         questions = itertools.islice(itertools.cycle(self.questions), num_clients * self.num_rounds)
@@ -244,6 +280,9 @@ class Plan:
         in_time = sum(response.seconds_in_time(self.patience) for response in responses)
         return in_time / sum(response.seconds for response in responses)
 
+    def share_continuous(self, responses: Sequence[Response]) -> float:
+        return sum(response.is_continuous(self.patience) for response in responses) / len(responses)
+
 
 def measure(name: str, backend: Backend, plan: Plan, report: Report) -> float:
     """Adds the rows of a backend; returns its rate at 99."""
@@ -253,21 +292,21 @@ def measure(name: str, backend: Backend, plan: Plan, report: Report) -> float:
     for num_clients in CONCURRENCY:
         progress(f"{name}: concurrency {num_clients}")
         responses = asyncio.run(plan.with_clients(backend, num_clients))
-        _add_row(report, name, f"concurrency {num_clients}", responses, plan.share_in_time(responses))
+        _add_row(report, name, f"concurrency {num_clients}", responses, plan)
     return best
 
 
 def keeps(name: str, backend: Backend, rate: float, plan: Plan, report: Report) -> bool:
     """Whether the sound is in time at this rate."""
     progress(f"{name}: {rate:.3g} requests/s")
-    share = plan.share_in_time(responses := asyncio.run(plan.at_rate(backend, rate)))
-    _add_row(report, name, f"{rate:.3g} requests/s", responses, share)
-    return share >= IN_TIME
+    responses = asyncio.run(plan.at_rate(backend, rate))
+    _add_row(report, name, f"{rate:.3g} requests/s", responses, plan)
+    return plan.share_in_time(responses) >= IN_TIME
 
 
-def find_rate(is_kept: Callable[[float], bool]) -> float:
+def find_rate(is_kept: Callable[[float], bool], first: float = FIRST_RATE) -> float:
     """The highest rate that is kept: doubled or halved to an interval, which is then halved in ratios."""
-    low, high = FIRST_RATE, FIRST_RATE
+    low, high = first, first
     if is_kept(low):
         while is_kept(high := high * 2):
             low = high
@@ -280,16 +319,18 @@ def find_rate(is_kept: Callable[[float], bool]) -> float:
     return low
 
 
-def _add_row(report: Report, name: str, load: str, responses: Sequence[Response], share: float) -> None:
+def _add_row(report: Report, name: str, load: str, responses: Sequence[Response], plan: Plan) -> None:
     first = [response.first_sound for response in responses]
     silence = [response.underrun for response in responses]
     report.rows.append(
         {
             "backend": name,
             "load": load,
-            "in time": share,
+            "in time": plan.share_in_time(responses),
+            "continuous": plan.share_continuous(responses),
             "first sound p50 s": percentile(first, 50),
-            "first sound p99 s": percentile(first, 99),
+            "p95 s": percentile(first, 95),
+            "p99 s": percentile(first, 99),
             "underrun p50 s": percentile(silence, 50),
             "underrun p99 s": percentile(silence, 99),
             "sound s": sum(response.seconds for response in responses) / len(responses),
@@ -298,28 +339,129 @@ def _add_row(report: Report, name: str, load: str, responses: Sequence[Response]
 
 
 @contextmanager
-def open_pipeline(model: str) -> Iterator[Pipeline]:
+def open_pipeline(model: str, *, smallest_windows: bool = False) -> Iterator[Pipeline]:
+    """`smallest_windows`: The first window of the vocoder is one frame."""
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = str(write_config(model, folder / "stages.yaml")) if smallest_windows else None
         if model in RANDOM_WEIGHTS:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / model
             arguments: Any = {"dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 64 << 20}
-            llm = AsyncOmniLLM(str(write_tiny_checkpoint(model, folder)), **arguments)
+            llm = AsyncOmniLLM(str(write_tiny_checkpoint(model, folder / model)), config, **arguments)
             params: list[Any] = [*sampling_params(MAX_TOKENS, TALKER_TOKENS)]
         else:
-            llm = AsyncOmniLLM(model)
+            llm = AsyncOmniLLM(model, config)
             params = [{"max_tokens": MAX_TOKENS} if stage.name == "llm" else None for stage in llm.config.stage_args]
         stack.callback(llm.close)
         yield Pipeline(llm, params)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    known = find_models().checkpoints
+    path = known[model] / "stage_config.yaml" if model in known else stage_configs_dir() / f"{model}.yaml"
+    return yaml.safe_load(path.read_text())
+
+
+def vocoder_edges(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those to the last stage that have windows of frames."""
+    last = max(stage["stage_id"] for stage in config["stage_args"])
+    return [edge for edge in config["runtime"]["edges"] if edge["to"] == last and "first_window_size" in edge]
+
+
+def write_config(model: str, path: Path) -> Path:
+    config = read_config(model)
+    for edge in vocoder_edges(config):
+        edge["first_window_size"] = 1
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def measure_edge(model: str, plan: Plan, num_seeds: int, report: Report) -> None:
+    with ExitStack() as stack:
+        ours = stack.enter_context(open_pipeline(model))
+        pipelines = {"pipeline": ours}
+        if vocoder_edges(read_config(model)):
+            pipelines["smallest windows"] = stack.enter_context(open_pipeline(model, smallest_windows=True))
+        for pipeline in pipelines.values():
+            asyncio.run(plan.with_clients(pipeline, 2))  # warms up
+        for num_clients in CONCURRENCY[:2]:
+            compare_windows(pipelines, num_clients, plan, report)
+        rates: list[float] = []
+        for seed in range(num_seeds):
+            is_kept = partial(is_continuous, backend=ours, seed=seed, plan=plan, report=report)
+            rates.append(find_rate(is_kept, rates[-1] if rates else 1.0))
+        rate = LOAD * percentile(rates, 50)
+        loaded: list[Response] = []
+        for seed in range(min(num_seeds, NUM_LOADED)):
+            progress(f"pipeline: {rate:.3g} requests/s, {LOAD:.0%} of capacity")
+            loaded += asyncio.run(plan.at_rate(ours, rate, 100 + seed))
+        _add_row(report, "pipeline", f"{LOAD:.0%} of capacity", loaded, plan)
+    alone = next(row for row in report.rows if row["load"] == "concurrency 1")
+    report.ratios["first_sound_p95"] = float(report.rows[-1]["p95 s"]) / float(alone["first sound p50 s"])
+    report.notes.append(f"first_sound_p95: at {LOAD:.0%} of capacity, to the median of one client")
+    report.notes.append("capacity, requests/s: " + ", ".join(f"{rate:.3g}" for rate in rates))
+    if model == "talk":
+        add_rate_to_one_at_a_time(rates, plan, report)
+
+
+def compare_windows(pipelines: dict[str, Pipeline], num_clients: int, plan: Plan, report: Report) -> None:
+    """Adds a row for each pipeline, round by round, and the ratios."""
+    found: dict[str, list[Response]] = {name: [] for name in pipelines}
+    for number in range(plan.num_rounds):
+        for name in sorted(pipelines, reverse=bool(number % 2)):
+            progress(f"{name}: concurrency {num_clients}")
+            found[name] += asyncio.run(plan.with_clients(pipelines[name], num_clients))
+    medians = {name: percentile([one.first_sound for one in responses], 50) for name, responses in found.items()}
+    for name, responses in found.items():
+        _add_row(report, name, f"concurrency {num_clients}", responses, plan)
+        if name != "pipeline":
+            report.ratios[f"{name.replace(' ', '_')}_c{num_clients}"] = medians["pipeline"] / medians[name]
+    if len(pipelines) > 1 and num_clients == 1:
+        report.notes.append("smallest_windows_cN: our first sound to that of these, N clients")
+
+
+def is_continuous(rate: float, backend: Backend, seed: int, plan: Plan, report: Report) -> bool:
+    """Whether the streams are continuous at this rate."""
+    progress(f"pipeline: {rate:.3g} requests/s, arrivals {seed}")
+    responses = asyncio.run(plan.at_rate(backend, rate, seed))
+    _add_row(report, "pipeline", f"{rate:.3g} requests/s, arrivals {seed}", responses, plan)
+    return plan.share_continuous(responses) >= CONTINUOUS
+
+
+def add_rate_to_one_at_a_time(rates: Sequence[float], plan: Plan, report: Report) -> None:
+    server = PlainServer(1, len(os.sched_getaffinity(0)))
+    asyncio.run(server.respond(plan.questions[0]))  # warms up
+    progress("one request at a time")
+    alone = [asyncio.run(server.respond(question)) for question in plan.questions]
+    server.close()
+    _add_row(report, "one request at a time", "each question alone", alone, plan)
+    if plan.share_continuous(alone) < CONTINUOUS:
+        report.notes.append("one request at a time: not continuous at any rate")
+        return
+    ratios = []
+    for seed, rate in enumerate(rates):
+
+        def is_kept(rate: float, seed: int = seed) -> bool:
+            return plan.share_continuous(plan.one_after_the_other(alone, rate, seed)) >= CONTINUOUS
+
+        ratios.append(rate / find_rate(is_kept))
+    report.ratios["rate_to_one_at_a_time"] = percentile(ratios, 50)
+    report.notes.append("rate_to_one_at_a_time, of each set of arrivals: " + ", ".join(f"{one:.3g}" for one in ratios))
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="talk", choices=["talk", "shapes", *RANDOM_WEIGHTS])
     parser.add_argument("--patience", type=float, default=2.0, metavar="S", help="default: %(default)s seconds")
+    parser.add_argument("--edge", action="store_true", help="instead, latency and continuity at the edge of capacity")
     args = parser.parse_args()
     questions = SHAPES_QUESTIONS if args.model == "shapes" else QUESTIONS
     plan = Plan(questions, args.patience, seconds=15 if args.quick else 60, num_rounds=2 if args.quick else 4)
     report = Report("voice", {"quick": str(args.quick), "model": args.model, "patience": f"{args.patience:g} s"})
+    if args.edge:
+        quick = Plan(questions[:4], args.patience, seconds=12, num_rounds=2)
+        measure_edge(args.model, quick if args.quick else plan, 1 if args.quick else NUM_SEEDS, report)
+        report.finish(args.output)
+        return
     with open_pipeline(args.model) as pipeline:
         ours = measure("pipeline", pipeline, plan, report)
     if args.model == "talk":

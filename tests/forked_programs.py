@@ -179,6 +179,17 @@ def import_for_tests() -> None:
     global _streams
     _streams = sys.stdin, sys.stdout, sys.stderr
     fork_server._import_all(_OF_ALL_TESTS)
+    _inspect_models_here()
+
+
+def _inspect_models_here() -> None:
+    """vLLM has a new Python import each architecture that its cache on this machine does not know, or knows of another
+    version: 15 seconds of a core. That keeps CUDA uninitialized in this process."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def imported() -> ForkServer:

@@ -39,6 +39,7 @@ ORDER = (
     "media",
     "payloads",
     "sampling_params",
+    "checkpoint_weights",
     "config",
     "control",
     "vllm_requirement",

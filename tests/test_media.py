@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from vllm_omni.distributed.connectors import InlineConnector
-from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
+from vllm_omni.distributed.connectors import InlineConnector, PayloadReceiver, PayloadSender
 from vllm_omni.media import (
     DEFAULT_FPS,
     FORMATS,

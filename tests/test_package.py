@@ -64,6 +64,18 @@ print(dict(os.environ) == environment, threading.active_count())
 
 
 @pytest.mark.slow
+def test_a_server_imports_no_engine():
+    """The fork server does meanwhile; imported twice, these modules would take the memory of both."""
+    code = """
+import sys
+import vllm_omni.entrypoints.cli.serve, vllm_omni.entrypoints.openai.server_process, vllm_omni.entrypoints.pipeline
+engines = {"vllm_omni.stage.engines.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner"}
+print(sorted(engines & sys.modules.keys()))
+"""
+    assert run_python(code).splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
 def test_importing_the_public_names_patches_nothing():
     """Every attribute of every vLLM, torch and transformers module and class is the same object before and after."""
     code = """

@@ -25,8 +25,8 @@ ONLY_IN_ONE = {"vllm.v1.outputs:AsyncModelRunnerOutput.get_kv_connector_output"}
 MOVING = ("vllm.entrypoints.", "vllm.renderers")
 """Packages that vLLM rearranges: in 0.33, all names that we import and that are elsewhere were of these."""
 
-NOT_VLLMS = {"_actions", "_from_config"}
-"""Private names of argparse and transformers, which vLLM's code has, too."""
+NOT_VLLMS = {"_actions", "_from_config", "_make_wrapper_subclass"}
+"""Private names of argparse, transformers and torch, which vLLM's code has, too."""
 
 
 @pytest.fixture(scope="module")

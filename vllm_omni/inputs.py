@@ -119,6 +119,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
         cache_salt: The prefix cache finds only requests with the same one.
         spoken_text: Of a stage that speaks a reply: which part of it. None: all of it.
         trace_headers: W3C trace context of the request (`traceparent`, ...); empty without tracing.
+        sent_s: Seconds of sound that the caller of a stream has already, if it is made again.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class StageRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     spoken_text: SpokenText | None = None
     trace_headers: dict[str, str] = {}
+    sent_s: float = 0.0
 
 
 class StageInput(msgspec.Struct, kw_only=True):

@@ -140,83 +140,36 @@ class ModelPackage:
         return (f"{kind} {name!r}" for kind, names in kinds.items() for name in names)
 
 
-@dataclass(frozen=True)
 class InstalledModels:
     """The models of all packages.
 
     Attributes:
         packages: By the package's name and version; this one first.
         broken: The packages whose models are left out, and why.
+        stage_configs: Files by `model_type`, and variants by their names.
+        checkpoints: Folders by the checkpoint's name.
+        pipelines: Files by the class of a diffusers pipeline.
+
+    The others are those of `ModelPackage`, of all packages.
     """
 
-    packages: Mapping[str, ModelPackage]
-    broken: Mapping[str, str]
-
-    @functools.cached_property
-    def architectures(self) -> dict[str, str]:
-        """`module:class` by architecture."""
-        return self._all("architectures")
-
-    @functools.cached_property
-    def hf_configs(self) -> dict[str, str]:
-        """`module:class` by `model_type`."""
-        return self._all("hf_configs")
-
-    @functools.cached_property
-    def stage_configs(self) -> dict[str, Path]:
-        """Files by `model_type`, and variants by their names."""
-        return self._all("stage_config_files")
-
-    @functools.cached_property
-    def pipelines(self) -> dict[str, Path]:
-        """Files by the class of a diffusers pipeline."""
-        packages = self.packages.values()
-        return {name: models.stage_config_files[file] for models in packages for name, file in models.pipelines.items()}
-
-    @functools.cached_property
-    def made_checkpoints(self) -> dict[str, str]:
-        """`module:function` by the checkpoint's name."""
-        return self._all("made_checkpoints")
-
-    @functools.cached_property
-    def checkpoints(self) -> dict[str, Path]:
-        """Folders by the checkpoint's name."""
-        return self._all("checkpoint_folders")
-
-    @functools.cached_property
-    def stage_kinds(self) -> dict[str, str]:
-        """`module:class` by `engine_type`."""
-        return self._all("stage_kinds")
-
-    @functools.cached_property
-    def speech_adapters(self) -> dict[str, str]:
-        """`module:class` by the class of transformers."""
-        return self._all("speech_adapters")
-
-    @functools.cached_property
-    def transcription_adapters(self) -> dict[str, str]:
-        """`module:class` by the class of transformers."""
-        return self._all("transcription_adapters")
-
-    @functools.cached_property
-    def tiny_checkpoints(self) -> dict[str, str]:
-        """Modules by the checkpoint's name."""
-        return self._all("tiny_checkpoints")
-
-    @functools.cached_property
-    def commands(self) -> dict[str, Command]:
-        """Commands by name."""
-        return self._all("commands")
-
-    @functools.cached_property
-    def demos(self) -> dict[str, int]:
-        """Numbers of steps by `module:function`, in the order in which they run."""
-        return self._all("demos")
-
-    @functools.cached_property
-    def pages(self) -> dict[str, str]:
-        """`module:function` by the page's name."""
-        return self._all("pages")
+    def __init__(self, packages: Mapping[str, ModelPackage], broken: Mapping[str, str]) -> None:
+        self.packages, self.broken = packages, broken
+        self.architectures: dict[str, str] = self._all("architectures")
+        self.hf_configs: dict[str, str] = self._all("hf_configs")
+        self.stage_configs: dict[str, Path] = self._all("stage_config_files")
+        self.pipelines: dict[str, Path] = {
+            name: each.stage_config_files[file] for each in packages.values() for name, file in each.pipelines.items()
+        }
+        self.made_checkpoints: dict[str, str] = self._all("made_checkpoints")
+        self.checkpoints: dict[str, Path] = self._all("checkpoint_folders")
+        self.stage_kinds: dict[str, str] = self._all("stage_kinds")
+        self.speech_adapters: dict[str, str] = self._all("speech_adapters")
+        self.transcription_adapters: dict[str, str] = self._all("transcription_adapters")
+        self.tiny_checkpoints: dict[str, str] = self._all("tiny_checkpoints")
+        self.commands: dict[str, Command] = self._all("commands")
+        self.demos: dict[str, int] = self._all("demos")
+        self.pages: dict[str, str] = self._all("pages")
 
     def _all(self, field: str) -> dict[str, Any]:
         """A field of all packages."""

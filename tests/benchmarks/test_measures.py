@@ -41,6 +41,18 @@ def test_sound_is_in_time_if_it_arrives_before_it_would_be_played(import_benchma
     assert response.seconds_in_time(patience=0.0) == pytest.approx(0.5 + 1.5)
 
 
+def test_a_server_without_concurrency_has_a_queue(import_benchmark: ImportBenchmark) -> None:
+    voice = import_benchmark("voice")
+    plan = voice.Plan(["a", "b"], patience=2.0, seconds=0, num_rounds=1)
+    alone = [voice.Response([(1.0, 3.0)], ended=2.0), voice.Response([(1.0, 3.0)], ended=4.0)]
+    rare = plan.one_after_the_other(alone, 1e-6, seed=0)
+    assert [response.pieces for response in rare] == [[(1.0, 3.0)]] * 8 and plan.share_continuous(rare) == 1
+    at_once = plan.one_after_the_other(alone, 1e6, seed=0)
+    waits = [response.first_sound - 1.0 for response in at_once]
+    assert waits == pytest.approx([0, 2, 6, 8, 12, 14, 18, 20], abs=1e-3)
+    assert plan.share_continuous(at_once) == 1 / 8
+
+
 @pytest.mark.parametrize("limit", [0.03, 0.2, 0.33, 5.0])
 def test_the_rate_is_the_highest_that_is_kept(import_benchmark: ImportBenchmark, limit: float) -> None:
     voice = import_benchmark("voice")

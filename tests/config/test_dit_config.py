@@ -74,7 +74,7 @@ def test_every_setting_has_a_default() -> None:
         ({"cache_config": [1]}, ["engine_args.cache_config", "`object`", "`array`"]),
         ({"max_batch_size": 0}, ["engine_args.max_batch_size: 0 is out of range", "1 or more"]),
         (
-            {"cache_backend": "first_block_cache", "max_batch_size": 4},
+            {"cache_backend": "first_block_cache", "compile": True, "max_batch_size": 4},
             ["engine_args.cache_backend", "outputs are made one at a time", "max_batch_size 4"],
         ),
         ({"compile": "yes"}, ["engine_args.compile", "`bool`"]),

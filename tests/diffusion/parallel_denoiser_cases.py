@@ -255,7 +255,7 @@ class TestFailures:
         self, tiny_diffusion: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The other one waits for it, in the middle of the call."""
-        monkeypatch.setattr(parallel_denoiser, "_AGREE", datetime.timedelta(seconds=1))
+        monkeypatch.setattr(parallel_denoiser, "AGREE", datetime.timedelta(seconds=1))
         with started("flux", tiny_diffusion("flux"), ulysses_degree=2) as harness:
 
             def fail(*args: Any, **kwargs: Any) -> None:
@@ -294,6 +294,7 @@ def _resource_trackers() -> list[psutil.Process]:
 
 
 class TestMessages:
+    @pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=["its device", "another device"])
     @pytest.mark.parametrize(
         "value",
         [
@@ -304,12 +305,13 @@ class TestMessages:
             torch.full((2,), 1 + 2j),
             torch.zeros(0, 3, dtype=torch.bfloat16),
             torch.ones(3, dtype=torch.bfloat16)[1:],
-            [torch.ones(3, dtype=torch.int8), torch.ones(2, dtype=torch.float64)],
+            [torch.ones(3, dtype=torch.int8), torch.ones(2, dtype=torch.float64), {0: torch.ones(1)}],
             {"shapes": [[(1, 4, 4)]], "dtype": torch.float16, "none": None, "size": torch.Size([2])},
         ],
     )
-    def test_values_arrive_as_they_were_sent(self, value: Any) -> None:
-        message, buffer = pack(value, CPU)
+    def test_values_arrive_as_they_were_sent(self, value: Any, device: torch.device) -> None:
+        packed, buffer = pack(value, device)
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=type(packed))
         sizes: list[int] = []
 
         def receive(size: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_what_was_not_compared_is_due_again():
 
 
 def test_forgotten_layouts_are_compared_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(join_check, "_MAX_LAYOUTS", 2)
+    monkeypatch.setattr(join_check, "MAX_LAYOUTS", 2)
     checks = JoinChecks()
     for length in (1, 2, 3, 1):
         assert is_due(checks, call(1, 1, length), call(2, 2, length))
@@ -80,7 +80,7 @@ VALUES = torch.linspace(-3, 3, 1001)
 def test_outputs_are_equal_up_to_rounding(
     joint: object, alone: object, precision: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(join_check, "_CHUNK", 300)
+    monkeypatch.setattr(join_check, "CHUNK", 300)
     assert are_close(joint, alone, precision) is expected
 
 

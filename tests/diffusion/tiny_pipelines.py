@@ -57,7 +57,7 @@ from transformers import (
 )
 
 from vllm_omni.testing.tiny import flux, wan, wan_i2v
-from vllm_omni.testing.tiny.qwen_image import add_template_tokens
+from vllm_omni.testing.tiny.qwen_image import VISION_TOKENS, add_template_tokens
 from vllm_omni.testing.tiny.text_encoders import (
     clip_config,
     make_clip_tokenizer,
@@ -66,7 +66,7 @@ from vllm_omni.testing.tiny.text_encoders import (
     make_t5_tokenizer,
     qwen3_config,
 )
-from vllm_omni.testing.tiny.tokenizer import padded_vocab_size, token_id
+from vllm_omni.testing.tiny.tokenizer import padded_vocab_size, token_ids
 from vllm_omni.testing.tiny.weights import fill_random
 
 TEXT = 32
@@ -572,12 +572,9 @@ def _bria(name: str) -> dict[str, Any]:
     return {"transformer": transformer, "vae": _vae(), "scheduler": FlowMatchEulerDiscreteScheduler(), **_t5()}
 
 
-_VISION_TOKENS = "<|vision_start|><|image_pad|><|video_pad|><|vision_end|>"
-
-
 def _cosmos_3(name: str) -> dict[str, Any]:
     tokenizer = make_qwen_tokenizer()
-    add_template_tokens(tokenizer, _VISION_TOKENS)
+    add_template_tokens(tokenizer, "".join(VISION_TOKENS.values()))
     transformer = Cosmos3OmniTransformer(
         head_dim=6,
         hidden_act="silu",
@@ -607,7 +604,7 @@ def _cosmos_3(name: str) -> dict[str, Any]:
 
 def _joyimage(name: str) -> dict[str, Any]:
     tokenizer = make_qwen_tokenizer()
-    add_template_tokens(tokenizer, _VISION_TOKENS)
+    add_template_tokens(tokenizer, "".join(VISION_TOKENS.values()))
     text = {
         "hidden_size": TEXT,
         "intermediate_size": 2 * TEXT,
@@ -632,10 +629,7 @@ def _joyimage(name: str) -> dict[str, Any]:
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=token_id(tokenizer, "<|image_pad|>"),
-        video_token_id=token_id(tokenizer, "<|video_pad|>"),
-        vision_start_token_id=token_id(tokenizer, "<|vision_start|>"),
-        vision_end_token_id=token_id(tokenizer, "<|vision_end|>"),
+        **token_ids(tokenizer, VISION_TOKENS),
     )
     pixels = {"shortest_edge": 4 * 28**2, "longest_edge": 16 * 28**2}
     settings = {"size": pixels, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}

@@ -14,12 +14,13 @@ from vllm_omni.config.stage_config import ConnectorConfig
 from vllm_omni.distributed.connectors import (
     Connector,
     InlineConnector,
+    PayloadReceiver,
+    PayloadSender,
     SharedMemoryConnector,
     make_connector,
     make_receivers,
 )
 from vllm_omni.distributed.messages import Frames, InlineRef, PayloadRef, SharedMemoryRef
-from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 from vllm_omni.outputs import Completion, StageOutput
 
 BUFFERS = [b"", b"x", bytes(range(256)) * 5, memoryview(b"abc")]

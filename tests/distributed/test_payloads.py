@@ -11,8 +11,7 @@ SEVERAL_THREADS = textwrap.dedent("""
     import sys, threading
     from pathlib import Path
     import msgspec
-    from vllm_omni.distributed.connectors import InlineConnector
-    from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
+    from vllm_omni.distributed.connectors import InlineConnector, PayloadReceiver, PayloadSender
 
     def receive():
         receiver = PayloadReceiver(Path())

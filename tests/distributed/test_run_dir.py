@@ -36,7 +36,7 @@ NAMES = {
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A parent directory for this test, instead of the one that all processes of the machine share."""
     with tempfile.TemporaryDirectory() as path:  # `tmp_path` may be too long for sockets.
-        monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(path))
+        monkeypatch.setattr(run_dirs, "MEMORY_FILE_SYSTEM", Path(path))
         yield Path(path)
 
 
@@ -73,7 +73,7 @@ def process(memory: Path, work: str) -> Iterator[subprocess.Popen]:
     """A process that does some work in this directory, and then runs until it is killed."""
     code = "import pathlib, sys; from vllm_omni.distributed import locked_folder, run_dir; "
     code += "memory = pathlib.Path(sys.argv[1]); "
-    code += f"run_dir._MEMORY_FILE_SYSTEM = memory; result = {work}; print('done', flush=True); sys.stdin.read()"
+    code += f"run_dir.MEMORY_FILE_SYSTEM = memory; result = {work}; print('done', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(memory)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as started:

@@ -51,7 +51,7 @@ def test_a_prompt_longer_than_a_step_is_refused(vocoder_engine):
 
 def test_a_prompt_longer_than_a_step_does_not_block_others(vocoder_engine, monkeypatch):
     """Should one get past the input processor, it fails, and those behind it are served in the same step."""
-    monkeypatch.setattr(vocoder_engine.engine_core.engine_core.scheduler, "_max_prompt_tokens", 16)
+    monkeypatch.setattr(vocoder_engine.engine_core.engine_core.scheduler, "max_prompt_tokens", 16)
     for index, length in enumerate([17, 5, 20, 6]):
         vocoder_engine.add_request(str(index), frames(length), PARAMS)
     outputs = {output.request_id: output for output in vocoder_engine.step()}
@@ -62,7 +62,7 @@ def test_a_prompt_longer_than_a_step_does_not_block_others(vocoder_engine, monke
 
 
 def test_only_a_prompt_that_is_too_long(vocoder_engine, monkeypatch):
-    monkeypatch.setattr(vocoder_engine.engine_core.engine_core.scheduler, "_max_prompt_tokens", 16)
+    monkeypatch.setattr(vocoder_engine.engine_core.engine_core.scheduler, "max_prompt_tokens", 16)
     vocoder_engine.add_request("long", frames(17), PARAMS)
     (output,) = step_until_idle(vocoder_engine)
     assert output.outputs[0].finish_reason == "error" and output.multimodal_output == {}

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from tests.engine.running import greedy, random_prompts, run, runner_of
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.worker.cpu_int8_weights import quantize
+from vllm_omni.worker.cpu_int8_weights import HAS_INT8_PRODUCTS, quantize
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +41,6 @@ def test_hidden_states_are_those_of_the_rounded_weights(
     (output,) = run(int8_engine, [{"prompt_token_ids": prompt}], greedy(1))
 
     hidden = output.multimodal_output["hidden"][:length]
-    tolerance = 2e-2 if length < 48 else 1e-4
+    in_bfloat16 = 2e-2 if length < 48 else 1e-4
+    tolerance = 5e-4 if HAS_INT8_PRODUCTS else in_bfloat16  # Of activations with 15 bits.
     assert torch.linalg.norm(hidden - expected) <= tolerance * torch.linalg.norm(expected)

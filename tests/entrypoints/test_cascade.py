@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model of vLLM's and a stage that reads its sentences: nothing is lost, whatever the client's mode."""
 
-import asyncio
 import base64
 import io
 from collections.abc import Iterator, Mapping
@@ -13,17 +12,14 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.fake_pipelines import make_pipeline
 from tests.entrypoints.openai.fake_server import FakeServer
-from tests.entrypoints.openai.media_apps import MODEL, server_args, use
+from tests.entrypoints.openai.media_apps import MODEL, app_that_writes, use
 from tests.entrypoints.openai.small_apps import send
 from tests.entrypoints.spoken_functions import ASR, NUM_SAMPLES, RANDOM, SPEAKING, writer
 from tests.orchestrator.pipelines import function_stage
 from vllm_omni import AsyncOmniLLM, OmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.function_stage import FunctionStage
 from vllm_omni.inputs import StageRequest
 from vllm_omni.outputs import StageOutput
@@ -116,7 +112,6 @@ def test_a_chat_with_sounds(tiny_qwen3: Path, tmp_path: Path) -> None:
 
 CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 
 
 @pytest.mark.parametrize(
@@ -130,10 +125,8 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_content_is_spoken(speaking: AsyncOmniLLM, tiny_qwen3: Path, text: str, spoken: str, stream: bool) -> None:
-    client = OmniEngineClient(speaking)
-    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[text])
     reasoning = ["--reasoning-parser=qwen3"] if "<think>" in text else []
-    app = asyncio.run(build_omni_app(client, server_args(tiny_qwen3, *TOOLS, *reasoning)))
+    app = app_that_writes(speaking, tiny_qwen3, text, *reasoning)
     fields: Any = {
         "model": MODEL, "messages": [{"role": "user", "content": "Is it red?"}], "modalities": ["text", "audio"],
         "audio": {"voice": "Bob", "format": "pcm16"}, "max_completion_tokens": 200, "tools": [TOOL], "stream": stream,

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from vllm_omni.distributed import run_dir
 
-run_dir._MEMORY_FILE_SYSTEM = Path(sys.argv[2])
+run_dir.MEMORY_FILE_SYSTEM = Path(sys.argv[2])
 """
 
 # Its iterator is closed when the interpreter clears the module: the preprocessing thread no longer runs then.

@@ -108,7 +108,7 @@ def test_locks_that_the_system_refuses(tiny_qwen3: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("nothing_left")
 def test_no_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", Path("/nowhere"))
+    monkeypatch.setattr(run_dir, "MEMORY_FILE_SYSTEM", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(PipelineStartError, match=r"could not be opened: .*No such file or directory.*nowhere"):
         in_a_thread(lambda: open_llm(tmp_path))
@@ -118,7 +118,7 @@ def test_no_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_directory_too_deep_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", deep)
+    monkeypatch.setattr(run_dir, "MEMORY_FILE_SYSTEM", deep)
     with pytest.raises(PipelineStartError, match=r"would exceed the system's limit of 107 bytes by \d+; set TMPDIR"):
         in_a_thread(lambda: open_llm(tmp_path))
     assert list(deep.iterdir()) == []
@@ -162,7 +162,7 @@ def test_too_few_open_files(memory: Path, tmp_path: Path) -> None:  # noqa: F811
 
 def open_with_few_files() -> None:
     """With every small limit."""
-    run_dir._MEMORY_FILE_SYSTEM = Path(sys.argv[1])
+    run_dir.MEMORY_FILE_SYSTEM = Path(sys.argv[1])
     config = make_config(WRITER)
     with leaving_nothing():
         for spare in range(24):

@@ -50,7 +50,7 @@ def test_without_a_terminal_lines_say_what_is_still_loading(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(start_progress, "is_quiet", lambda: True)
-    monkeypatch.setattr(start_progress, "_LINE_INTERVAL_S", 0.001)
+    monkeypatch.setattr(start_progress, "LINE_INTERVAL_S", 0.001)
     logged = threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: logged.set()  # type: ignore[method-assign]

@@ -648,14 +648,20 @@ def test_nothing_of_a_job_that_ended_is_kept(harness: Harness):
         gc.enable()
 
 
-def test_with_a_cache_jobs_run_one_at_a_time(tiny_diffusion: Callable[[str], Path]):
+def test_with_a_cache_a_short_job_passes_a_long_one_and_each_has_its_own(tiny_diffusion: Callable[[str], Path]):
     model = tiny_diffusion("flux")
     harness = Harness(model, cache_backend="first_block_cache", cache_config={"threshold": 0.1})
-    for seed in range(2):
-        harness.add(f"image {seed}", seed)
+    harness.add("long", 0, num_inference_steps=12)
+    while len(harness.steps_of("long")) < 3:
+        assert harness.executor.has_work
+        harness.step()
+    harness.add("short", 1)
     harness.run()
-    assert set(harness.batches) == {1}
-    together = [harness.ends[f"image {seed}"].output for seed in range(2)]
-    harness.add("image 1", 1)
+    assert set(harness.batches) == {1} and list(harness.ends) == ["short", "long"]
+    together = dict(harness.ends)
+    harness.add("short", 1)
     harness.run()
-    torch.testing.assert_close(together[1], harness.ends["image 1"].output)
+    harness.add("long", 0, num_inference_steps=12)
+    harness.run()
+    for name, end in together.items():
+        torch.testing.assert_close(end.output, harness.ends[name].output)

@@ -78,8 +78,8 @@ class Load:
         self._arrivals: list[tuple[float, DiffusionJob]] = []
         monkeypatch.setattr(diffusers_executor, "time", self.pipeline)
 
-    def add(self, when: float, name: str, arguments: dict[str, int], count: int = 1) -> None:
-        self._arrivals += [(when, make_job(name, index, arguments, when)) for index in range(count)]
+    def add(self, when: float, name: str, arguments: dict[str, int], count: int = 1, priority: int = 0) -> None:
+        self._arrivals += [(when, make_job(name, index, arguments, when, priority)) for index in range(count)]
 
     def run(self) -> dict[str, float]:
         """When each request had its last output."""
@@ -94,8 +94,16 @@ class Load:
         return self.ended
 
 
-def make_job(name: str, index: int, arguments: dict[str, int], when: float) -> DiffusionJob:
-    return DiffusionJob(request_id=name, index=index, pipeline_class=object, arguments=arguments, seed=0, arrival=when)
+def make_job(name: str, index: int, arguments: dict[str, int], when: float, priority: int = 0) -> DiffusionJob:
+    return DiffusionJob(
+        request_id=name,
+        index=index,
+        pipeline_class=object,
+        arguments=arguments,
+        seed=0,
+        arrival=when,
+        priority=priority,
+    )
 
 
 @pytest.mark.parametrize("when", [51.0, 58.0])
@@ -147,6 +155,15 @@ def test_requests_with_several_outputs_take_turns(monkeypatch: pytest.MonkeyPatc
     load.add(0, "b", PICTURE, count=2)
     load.run()
     assert [names[0] for names in load.pipeline.order[::4]] == ["a", "b", "a", "b"]
+
+
+def test_priority_comes_first(monkeypatch: pytest.MonkeyPatch):
+    load = Load(monkeypatch, max_batch_size=2)
+    load.add(0, "video", VIDEO, priority=-1)
+    load.add(1, "picture", PICTURE)
+    load.add(2, "another", PICTURE)
+    load.add(3, "urgent", PICTURE, priority=-2)
+    assert load.run() == {"video": 200.0, "urgent": 204.0, "picture": 204.0, "another": 208.0}
 
 
 def test_the_time_of_encoders_is_not_that_of_a_step():

@@ -7,7 +7,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -20,6 +20,7 @@ from tests.orchestrator.pipelines import (
     error_of,
     make_config,
     open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -106,15 +107,8 @@ class LoopbackCluster(Cluster):
             lifeline.close()
 
 
-@contextlib.contextmanager
-def running(cluster: LoopbackCluster, *stages: dict, **runtime: object) -> Iterator[Caller]:
-    config = make_config(*(stages or TRIANGLE), **runtime)
-    orchestrator = open_orchestrator(config, cluster=cluster)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
-    finally:
-        orchestrator.close()
+def running(cluster: LoopbackCluster, *stages: dict, **runtime: object) -> contextlib.AbstractContextManager[Caller]:
+    return opened(make_config(*(stages or TRIANGLE), **runtime), cluster=cluster)
 
 
 def answers(caller: Caller) -> list[list[str]]:

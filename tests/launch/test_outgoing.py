@@ -13,6 +13,7 @@ import zmq
 
 from tests.orchestrator.pipelines import TIMEOUT_S
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance
+from vllm_omni.distributed.connectors import PayloadReceiver
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import (
     AbortMessage,
@@ -22,7 +23,6 @@ from vllm_omni.distributed.messages import (
     SubmitMessage,
     recv_at_stage,
 )
-from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir
 from vllm_omni.errors import PipelineClosedError
 from vllm_omni.inputs import StageInput, StageRequest

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.launch.test_cluster import give_up
-from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, open_orchestrator, texts
+from tests.orchestrator.pipelines import TRIANGLE, Caller, make_config, opened, texts
 from tests.orchestrator.test_failure import is_ready, wait_until
 from vllm_omni.entrypoints.pipeline import open_cluster
 from vllm_omni.errors import PipelineStartError, StageConfigError
@@ -71,15 +71,9 @@ def stages(*resources: dict[str, float]) -> list[dict]:
     return [stage | {"runtime": {"resources": own}} for stage, own in zip(TRIANGLE, resources, strict=True)]
 
 
-@contextlib.contextmanager
-def running(*resources: dict[str, float], **runtime: Any) -> Iterator[Caller]:
+def running(*resources: dict[str, float], **runtime: Any) -> contextlib.AbstractContextManager[Caller]:
     config = make_config(*stages(*resources), distributed_backend="ray", **runtime)
-    orchestrator = open_orchestrator(config, cluster=open_cluster(config, 60))
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
-    finally:
-        orchestrator.close()
+    return opened(config, cluster=open_cluster(config, 60))
 
 
 def test_stages_are_where_their_resources_are(cluster: Any) -> None:

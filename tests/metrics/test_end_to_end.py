@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.forked_programs import QuickForkServer
 from tests.metrics.collector import Collector
 from tests.metrics.reading import assert_nested, read_events, scrape, tracks
-from tests.orchestrator.pipelines import TRIANGLE, Caller, fresh_stats, make_config, open_orchestrator
+from tests.orchestrator.pipelines import TRIANGLE, fresh_stats, make_config, opened
 from tests.orchestrator.test_failure import wait_until
 from vllm_omni import OmniLLM
 from vllm_omni.config.omni_args import OmniArgs
@@ -56,26 +56,17 @@ def test_all_observers_of_a_pipeline(collector: Collector, spans_here: InMemoryS
     engine_args = {"otlp_traces_endpoint": collector.url}
     args = OmniArgs(model="", log_stats=True, trace_file=str(path), engine_args=engine_args)
     # A new fork server: a cached one has the environment of another test, without the collector's.
-    orchestrator = open_orchestrator(
-        CONFIG,
-        server=QuickForkServer(),
-        observers=make_observers(CONFIG, args),
-        otlp_traces_endpoint=collector.url,
-    )
-    try:
-        orchestrator.wait_until_started()
-        caller = Caller(orchestrator, CONFIG)
+    options = {"observers": make_observers(CONFIG, args), "otlp_traces_endpoint": collector.url}
+    with opened(CONFIG, server=QuickForkServer(), **options) as caller:
         whole = [caller.submit(f"p{i}", fake_bytes=100_000, fake_seconds=0.005) for i in range(8)]
         text_only = caller.submit("text", modalities=("text",))
         failed = caller.submit("bad", fake_fail="b")
         caller.wait(10)
         slow = caller.submit("slow", fake_seconds=60)
-        orchestrator.abort([slow])
+        caller.orchestrator.abort([slow])
         caller.wait_one()
-        wait_until(lambda: all(stats.num_running == stats.queue_depth == 0 for stats in fresh_stats(orchestrator)))
+        wait_until(lambda: all(it.num_running == it.queue_depth == 0 for it in fresh_stats(caller.orchestrator)))
         found = scrape()
-    finally:
-        orchestrator.close()
     check_figures(found)
     check_timeline(read_events(path), whole, text_only, failed, slow)
     check_spans(collector, spans_here, whole)

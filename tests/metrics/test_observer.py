@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.metrics.reading import read_events, scrape
-from tests.orchestrator.pipelines import TRIANGLE, Caller, error_of, make_config, open_orchestrator, texts
+from tests.orchestrator.pipelines import TRIANGLE, error_of, make_config, opened, texts
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.entrypoints.pipeline import make_observers
 from vllm_omni.errors import PipelineStartError
@@ -117,15 +117,10 @@ def test_an_exception_of_an_observer_is_logged_once_and_not_raised(caplog, summa
 
 def test_a_pipeline_runs_with_a_failing_observer():
     config = make_config(*TRIANGLE)
-    orchestrator = open_orchestrator(config, observers=[Failing()])
-    try:
-        orchestrator.wait_until_started()
-        caller = Caller(orchestrator, config)
+    with opened(config, observers=[Failing()]) as caller:
         good = [caller.submit(f"p{i}") for i in range(3)]
         bad = caller.submit("bad", fake_fail="b")
         ends = caller.wait(4)
         assert [texts(ends[request_id])[0] for request_id in good] == ["p0>a", "p1>a", "p2>a"]
         assert "b fails (fake_fail)" in str(error_of(ends[bad]))
-        assert len(orchestrator.stats()) == 3
-    finally:
-        orchestrator.close()
+        assert len(caller.orchestrator.stats()) == 3

@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the line was drawn."""
-    monkeypatch.setattr(status_line, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(status_line, "INTERVAL_S", 0.001)
     return threading.Event()
 
 
@@ -108,7 +108,7 @@ def test_waiting_elsewhere_is_a_line_if_it_takes_long(monkeypatch: pytest.Monkey
     with waiting("importing vLLM"):
         pass
     assert sys.stderr.getvalue() == ""
-    monkeypatch.setattr(status_line, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(status_line, "PATIENCE_S", 0.001)
     with waiting("importing vLLM"):
         assert printed.wait(60)
     assert sys.stderr.getvalue() == "importing vLLM ...\n"

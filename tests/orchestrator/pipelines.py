@@ -4,7 +4,8 @@
 import functools
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 from tests.forked_programs import QuickForkServer
@@ -166,3 +167,11 @@ def fresh_stats(orchestrator: Orchestrator) -> list[StageStats]:
             assert time.monotonic() < deadline, "a stage sends no snapshot"
             time.sleep(0.005)
     return orchestrator.stats()
+
+
+@contextmanager
+def opened(config: PipelineConfig, **options: Any) -> Iterator[Caller]:
+    """The caller of a pipeline that has started, and is closed at the end. `options`: see `open_orchestrator`."""
+    with closing(open_orchestrator(config, **options)) as orchestrator:
+        orchestrator.wait_until_started()
+        yield Caller(orchestrator, config)

@@ -13,7 +13,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -30,6 +30,8 @@ def speak(request: StageRequest, sources: Mapping[int, StageOutput]) -> dict[str
             values["thing"] = object()
         case "scalar":
             values["audio"] = torch.tensor(1.0)
+        case "scalar piece":
+            return iter([values | {"audio": torch.tensor(1.0)}])
         case "shapes":
             return iter([{"wave": torch.zeros(2, 3)}, {"wave": torch.zeros(2, 4)}])
     return values
@@ -42,10 +44,8 @@ STAGES = (function_stage(0, "maker", speak, (), "text"), fake_stage(1, "reader",
 def caller(request: pytest.FixtureRequest) -> Iterator[Caller]:
     edges = [{"from": 0, "to": 1, "window_size": request.param, "unit": "wave"}]
     config = make_config(*STAGES, edges=edges, defaults={"max_queued": 2})
-    orchestrator = open_orchestrator(config)
-    orchestrator.wait_until_started()
-    yield Caller(orchestrator, config)
-    orchestrator.close()
+    with opened(config) as caller:
+        yield caller
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -73,10 +73,7 @@ def test_a_request_that_cannot_be_serialized_fails_alone(caller: Caller) -> None
 
 def test_audio_of_one_sample_without_a_dimension() -> None:
     config = make_config(function_stage(0, "maker", speak, (), "audio") | {"sample_rate": 10})
-    orchestrator = open_orchestrator(config)
-    try:
-        caller = Caller(orchestrator, config)
-        caller.submit("scalar")
-        assert texts(caller.wait_one()) == ["scalar"]
-    finally:
-        orchestrator.close()
+    with opened(config) as caller:
+        for what in ("scalar", "scalar piece"):
+            caller.submit(what)
+            assert texts(caller.wait_one()) == [what]

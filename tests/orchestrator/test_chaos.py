@@ -7,14 +7,13 @@ gives when it runs alone; and nothing of them may be left anywhere.
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
-from tests.orchestrator.pipelines import Caller, error_of, fake_stage, fresh_stats, make_config, open_orchestrator
+from tests.orchestrator.pipelines import Caller, error_of, fake_stage, fresh_stats, make_config, opened
 from tests.orchestrator.test_failure import QUICKLY, is_ready, kill, payload_files, processes, wait_until
 from vllm_omni.errors import RequestAbortedError, RequestTimeoutError, StageDeadError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, OmniEvent
@@ -43,15 +42,8 @@ def diamond(replicas: int) -> tuple[dict, ...]:
 WINDOW = {"from": 0, "to": 2, "window_size": 2, "left_context": 1, "unit": "rows"}
 
 
-@contextmanager
-def running(replicas: int) -> Iterator[Caller]:
-    config = make_config(*diamond(replicas), edges=[WINDOW], **LIMITS)
-    orchestrator = open_orchestrator(config)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
-    finally:
-        orchestrator.close()
+def running(replicas: int) -> AbstractContextManager[Caller]:
+    return opened(make_config(*diamond(replicas), edges=[WINDOW], **LIMITS))
 
 
 class Kind:

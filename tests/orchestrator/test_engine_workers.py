@@ -13,7 +13,7 @@ import psutil
 import pytest
 from vllm.platforms import current_platform
 
-from tests.entrypoints.test_weight_updates import generate, update
+from tests.entrypoints.test_weight_updates import Tokens, generate, update
 from tests.launch.test_ray import QUICK_HEALTH_CHECKS, join, running_cluster
 from tests.orchestrator.test_failure import wait_until
 from tests.servers import import_path
@@ -93,19 +93,32 @@ def nodes_of_actors(name: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_qwen3: Path) -> list[list[int]]:
-    """The tokens of one worker."""
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("weights") / "new", seed=1)
+
+
+@pytest.fixture(scope="module")
+def one_worker(tiny_qwen3: Path, new_weights: Path) -> tuple[list[list[int]], Tokens]:
+    """The tokens of one worker, and what it generates with the new weights."""
     with open_llm(tiny_qwen3) as llm:
-        return tokens_of(llm)
+        tokens = tokens_of(llm)
+        update(llm, new_weights, "step-1")
+        return tokens, generate(llm)[0]
+
+
+@pytest.fixture
+def expected(one_worker: tuple[list[list[int]], Tokens]) -> list[list[int]]:
+    return one_worker[0]
 
 
 def test_each_worker_gets_new_weights_and_one_that_is_lost_is_replaced(
-    tiny_qwen3: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_qwen3: Path,
+    one_worker: tuple[list[list[int]], Tokens],
+    new_weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
-    new_weights = write_tiny_checkpoint("qwen3", tmp_path / "new", seed=1)
-    with open_llm(new_weights) as other:
-        new, _ = generate(other)
+    expected, new = one_worker
 
     def check_new_weights() -> None:
         found, versions = generate(llm)

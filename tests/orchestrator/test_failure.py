@@ -26,7 +26,7 @@ from tests.orchestrator.pipelines import (
     fresh_stats,
     function_stage,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -45,14 +45,10 @@ QUICKLY = {"backoff_s": 0.05, "max_restarts": 20}
 @contextmanager
 def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
     config = make_config(*stages, restart=runtime.pop("restart", QUICKLY), **runtime)
-    orchestrator = open_orchestrator(config)
-    try:
-        caller = Caller(orchestrator, config)
+    with opened(config) as caller:
         caller.submit("once through all stages, so that all are connected")
         caller.wait_one()
         yield caller
-    finally:
-        orchestrator.close()
 
 
 def processes(caller: Caller) -> dict[str, int]:
@@ -200,10 +196,7 @@ def test_a_stage_that_dies_too_often_is_dead_for_the_longest_back_off() -> None:
 def test_stages_restart_although_the_fork_server_died() -> None:
     config = make_config(*TRIANGLE, restart=QUICKLY)
     server = QuickForkServer()
-    orchestrator = open_orchestrator(config, server=server)
-    try:
-        orchestrator.wait_until_started()
-        caller = Caller(orchestrator, config)
+    with opened(config, server=server) as caller:
         os.kill(server._process.pid, signal.SIGKILL)
         caller.submit("next")
         assert texts(caller.wait_one())[0] == "next>a"
@@ -211,8 +204,6 @@ def test_stages_restart_although_the_fork_server_died() -> None:
         assert isinstance(error_of(caller.wait_one()), StageCrashError)
         caller.submit("again")
         assert texts(caller.wait_one())[0] == "again>a"
-    finally:
-        orchestrator.close()
     assert not [child for child in psutil.Process().children(recursive=True) if child.pid == server._process.pid]
 
 

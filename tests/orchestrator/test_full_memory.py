@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator
+from tests.orchestrator.pipelines import Caller, fake_stage, make_config, open_orchestrator, opened
 from tests.small_file_system import small_file_system
 from vllm_omni.distributed import run_dir
 from vllm_omni.events import CompletedEvent
@@ -33,7 +33,7 @@ def test_a_memory_file_system_that_fills_while_a_stage_loads(monkeypatch: pytest
     slow |= {"engine_type": "function", "function": "tests.orchestrator.slow_to_load.speak"}
     config = make_config(fake_stage(0, "a", (), "text"), slow)
     with small_file_system(16 * MB) as folder:
-        monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", folder)
+        monkeypatch.setattr(run_dir, "MEMORY_FILE_SYSTEM", folder)
         orchestrator = open_orchestrator(config)
         try:
             rest = fill(folder)
@@ -55,31 +55,22 @@ def test_a_memory_file_system_that_fills_while_a_stage_loads(monkeypatch: pytest
 def test_a_full_disk_without_a_memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """All files of the pipeline are on it, and its timeline."""
     with small_file_system(MB) as folder:
-        monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", Path("/nowhere"))
+        monkeypatch.setattr(run_dir, "MEMORY_FILE_SYSTEM", Path("/nowhere"))
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         timeline = Timeline(folder / "trace.json", CONFIG)
         fill(folder)
-        orchestrator = open_orchestrator(CONFIG, observers=[timeline])
-        try:
-            caller = Caller(orchestrator, CONFIG)
+        with opened(CONFIG, observers=[timeline]) as caller:
             for _ in range(2):
                 caller.submit("p" * MB, fake_bytes=MB)
                 assert isinstance(caller.wait_one(), CompletedEvent)
-        finally:
-            orchestrator.close()
 
 
 def test_requests_are_completed_on_a_full_memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     with small_file_system(MB) as folder:
-        monkeypatch.setattr(run_dir, "_MEMORY_FILE_SYSTEM", folder)
-        orchestrator = open_orchestrator(CONFIG)
-        try:
-            orchestrator.wait_until_started()
-            caller = Caller(orchestrator, CONFIG)
+        monkeypatch.setattr(run_dir, "MEMORY_FILE_SYSTEM", folder)
+        with opened(CONFIG) as caller:
             request_ids = [caller.submit("p" * MB, fake_bytes=size * MB // 4) for size in (1, 2, 3, 8, 12, 3, 1)]
             ends = caller.wait(len(request_ids))
-        finally:
-            orchestrator.close()
         for request_id in request_ids:
             end = ends[request_id]
             assert isinstance(end, CompletedEvent), end

@@ -4,8 +4,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     fresh_stats,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -28,15 +27,8 @@ from vllm_omni.events import CompletedEvent
 STAGES = (fake_stage(0, "quick"), fake_stage(1, "slow", (0,), "text"))
 
 
-@contextmanager
-def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
-    config = make_config(*stages, **runtime)
-    orchestrator = open_orchestrator(config)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
-    finally:
-        orchestrator.close()
+def running(*stages: dict, **runtime: Any) -> AbstractContextManager[Caller]:
+    return opened(make_config(*stages, **runtime))
 
 
 def test_a_deadline_ends_a_request_in_any_state() -> None:

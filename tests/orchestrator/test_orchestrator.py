@@ -167,7 +167,7 @@ def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(
         textwrap.dedent("""
         import pathlib, psutil, signal, sys
         from tests.orchestrator.test_orchestrator import CONFIG, ForkServer, open_orchestrator, run_dirs
-        run_dirs._MEMORY_FILE_SYSTEM = pathlib.Path(sys.argv[1])
+        run_dirs.MEMORY_FILE_SYSTEM = pathlib.Path(sys.argv[1])
         orchestrator = open_orchestrator(CONFIG, server=ForkServer(from_this_process=True))
         orchestrator.wait_until_started()
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
@@ -186,6 +186,6 @@ def test_stages_end_with_a_killed_parent_and_the_next_start_removes_its_files(
         for child in children:
             child.wait()
         assert Path(run_dir).parent == Path(memory) and Path(run_dir).exists()
-        monkeypatch.setattr(run_dirs, "_MEMORY_FILE_SYSTEM", Path(memory))
+        monkeypatch.setattr(run_dirs, "MEMORY_FILE_SYSTEM", Path(memory))
         RunDir().remove()
         assert not Path(run_dir).exists()

@@ -14,7 +14,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -38,10 +38,8 @@ def stream(request: StageRequest, sources: Mapping[int, StageOutput]) -> Iterato
 @pytest.fixture(scope="module")
 def speaker() -> Iterator[Caller]:
     config = make_config(function_stage(0, "speaker", stream, (), "audio") | {"sample_rate": RATE})
-    orchestrator = open_orchestrator(config)
-    orchestrator.wait_until_started()
-    yield Caller(orchestrator, config)
-    orchestrator.close()
+    with opened(config) as caller:
+        yield caller
 
 
 def end_of(caller: Caller, prompt: str, streams: bool) -> Any:
@@ -72,10 +70,8 @@ def test_pieces_that_cannot_be_joined_fail_their_request_at_once(speaker: Caller
 @pytest.fixture
 def caller() -> Iterator[Caller]:
     config = make_config(fake_stage(0, "a", (), "text"), max_inflight=2)
-    orchestrator = open_orchestrator(config)
-    orchestrator.wait_until_started()
-    yield Caller(orchestrator, config)
-    orchestrator.close()
+    with opened(config) as caller:
+        yield caller
 
 
 @pytest.mark.parametrize("what", ["merge_stage_outputs", "OmniRequestOutput", "CompletedEvent", "RequestSummary"])
@@ -199,8 +195,6 @@ def test_a_request_that_cannot_be_started_fails_alone(caller: Caller, monkeypatc
 
 
 def test_a_closed_pipeline_is_not_healthy() -> None:
-    config = make_config(fake_stage(0, "a", (), "text"))
-    orchestrator = open_orchestrator(config)
-    orchestrator.wait_until_started()
-    orchestrator.close()
+    with opened(make_config(fake_stage(0, "a", (), "text"))) as caller:
+        orchestrator = caller.orchestrator
     assert not orchestrator.is_running and state_of(orchestrator) == {"a": "dead"} and orchestrator.error is None

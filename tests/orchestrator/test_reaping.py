@@ -20,7 +20,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     function_stage,
     make_config,
-    open_orchestrator,
+    opened,
     texts,
 )
 from tests.orchestrator.test_failure import is_ready, kill, processes, restarts_of, wait_until
@@ -63,12 +63,8 @@ A, B = fake_stage(0, "a", (), "text"), fake_stage(1, "b", (), "audio")
 def running(*stages: dict) -> Iterator[tuple[Caller, QuickForkServer]]:
     config = make_config(*stages, restart=QUICKLY)
     server = QuickForkServer()
-    orchestrator = open_orchestrator(config, server=server)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config), server
-    finally:
-        orchestrator.close()
+    with opened(config, server=server) as caller:
+        yield caller, server
 
 
 @contextmanager
@@ -119,7 +115,7 @@ def test_a_process_that_hangs_without_its_lifeline_delays_no_restart() -> None:
 
 def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(A, B) as (caller, server), monkeypatch.context() as patch:
-        patch.setattr(supervisor, "_END_GRACE_S", FAR)
+        patch.setattr(supervisor, "END_GRACE_S", FAR)
         held = hold_at_b(caller)
         with stopped(server):
             b = psutil.Process(processes(caller)["b"])
@@ -135,7 +131,7 @@ def test_requests_continue_while_a_process_is_not_reaped(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
         held = hold_at_b(caller)
         with stopped(server):
@@ -148,8 +144,8 @@ def test_a_process_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pipeline_closes_although_no_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_SHUTDOWN_GRACE_S", 0.1)
-    monkeypatch.setattr(supervisor, "_END_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_GRACE_S", 0.1)
     with running(A, B) as (caller, server):
         left = [psutil.Process(pid) for pid in processes(caller).values()]
         os.kill(server._process.pid, signal.SIGSTOP)

@@ -2,8 +2,7 @@
 """Stages with several replicas: each request runs in one of them, and one that dies fails only its own."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     fresh_stats,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -31,15 +30,8 @@ STAGES = (
 )
 
 
-@contextmanager
-def running(*stages: dict, **runtime: Any) -> Iterator[Caller]:
-    config = make_config(*(stages or STAGES), restart={"backoff_s": 0.0}, **runtime)
-    orchestrator = open_orchestrator(config)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config)
-    finally:
-        orchestrator.close()
+def running(*stages: dict, **runtime: Any) -> AbstractContextManager[Caller]:
+    return opened(make_config(*(stages or STAGES), restart={"backoff_s": 0.0}, **runtime))
 
 
 @pytest.mark.parametrize("edges", [[], [WINDOW]])

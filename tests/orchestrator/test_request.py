@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.orchestrator.pipelines import fake_stage, make_config
 from vllm_omni.events import OmniEvent
 from vllm_omni.inputs import StageRequest
+from vllm_omni.launch.stage_handle import StageHandle
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.orchestrator.request import PipelineRequest, RequestRecord
 from vllm_omni.outputs import Completion, OmniRequestOutput, StageOutput
@@ -71,6 +73,17 @@ def test_streamed_outputs_are_kept_only_on_request(keep_outputs: bool, num_held:
         story.speak(RATE // 2)
     assert story.num_held() == num_held
     assert story.record.summarize().audio_seconds == 50.0
+
+
+def test_the_stages_of_a_stream_that_is_made_again_learn_what_its_caller_has() -> None:
+    story, lost_in = Story(keep_outputs=False), cast(StageHandle, None)
+    for _ in range(3):
+        story.speak(RATE // 2)
+    again = story.record.make_retry(lost_in)
+    assert [stage.sent_s for stage in story.request.stages.values()] == [1.5, 1.5]
+    again.add_piece(1, StageOutput(request_id="r", stage_id=1, tensors={"audio": torch.ones(2 * RATE)}))
+    again.make_retry(lost_in)
+    assert [stage.sent_s for stage in story.request.stages.values()] == [2.0, 2.0], "half a second was new"
 
 
 def test_the_last_event_without_outputs_has_everything_else() -> None:

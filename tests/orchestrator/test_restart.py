@@ -16,7 +16,7 @@ from tests.orchestrator.pipelines import (
     fake_stage,
     kept_server,
     make_config,
-    open_orchestrator,
+    opened,
     state_of,
     texts,
 )
@@ -68,12 +68,8 @@ class Gate(ForkServer):
 def running(*stages: dict) -> Iterator[tuple[Caller, Gate]]:
     config = make_config(*(stages or PAIR), restart={"backoff_s": 0.0, "max_restarts": 10})
     gate = Gate()
-    orchestrator = open_orchestrator(config, server=gate)
-    try:
-        orchestrator.wait_until_started()
-        yield Caller(orchestrator, config), gate
-    finally:
-        orchestrator.close()
+    with opened(config, server=gate) as caller:
+        yield caller, gate
 
 
 def kill_and_wait(caller: Caller, name: str) -> None:

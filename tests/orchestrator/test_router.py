@@ -11,7 +11,13 @@ from vllm import SamplingParams
 
 from tests.clock import Clock
 from tests.orchestrator.pipelines import TRIANGLE, fake_stage, make_config
-from vllm_omni.distributed.connectors import Connector, InlineConnector, SharedMemoryConnector
+from vllm_omni.distributed.connectors import (
+    Connector,
+    InlineConnector,
+    PayloadReceiver,
+    PayloadSender,
+    SharedMemoryConnector,
+)
 from vllm_omni.distributed.messages import (
     ErrorMessage,
     InlineRef,
@@ -20,7 +26,6 @@ from vllm_omni.distributed.messages import (
     ResultMessage,
     TextsMessage,
 )
-from vllm_omni.distributed.payloads import PayloadReceiver, PayloadSender
 from vllm_omni.errors import (
     InvalidRequestError,
     RequestAbortedError,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.orchestrator.pipelines import Caller, fake_stage, fresh_stats, make_config, open_orchestrator, texts
+from tests.orchestrator.pipelines import Caller, fake_stage, fresh_stats, make_config, opened, texts
 from vllm_omni.errors import RequestAbortedError, StageExecutionError
 from vllm_omni.events import ARSegmentEvent, CompletedEvent, ErrorEvent, ImageProgressEvent
 
@@ -24,10 +24,8 @@ CONFIG = make_config(*STAGES, edges=[EDGE], ar={"min_flush_interval_ms": 0})
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Caller]:
-    orchestrator = open_orchestrator(CONFIG)
-    orchestrator.wait_until_started()
-    yield Caller(orchestrator, CONFIG)
-    orchestrator.close()
+    with opened(CONFIG) as caller:
+        yield caller
 
 
 def segments(events: list, stage_id: int) -> list[ARSegmentEvent]:
@@ -67,16 +65,11 @@ def test_without_streaming_there_is_only_the_last_event(caller: Caller) -> None:
 
 def test_windows_only_for_streaming_clients() -> None:
     config = make_config(*STAGES, edges=[EDGE | {"only_if_streaming": True}])
-    orchestrator = open_orchestrator(config)
-    try:
-        orchestrator.wait_until_started()
-        caller = Caller(orchestrator, config)
+    with opened(config) as caller:
         ends = {
             streams: caller.events_of(caller.submit("p", streams=streams, fake_tokens=9))[-1]
             for streams in (False, True)
         }
-    finally:
-        orchestrator.close()
     chunks = [[output.stage_metrics[1].num_chunks for output in end.outputs] for end in ends.values()]
     assert chunks[0] == [1, 1, 1] and min(chunks[1]) > 1
     whole, cut = (end.outputs[1].multimodal_output["rows"] for end in ends.values())
@@ -146,9 +139,7 @@ def test_every_window_size_gives_the_same_output(size: int, reference: Completed
         {"from": 1, "to": 2, "window_size": size, "unit": "rows", "left_context": 1},
     ]
     config = make_config(*STAGES, edges=edges)
-    orchestrator = open_orchestrator(config)
-    try:
-        caller = Caller(orchestrator, config)
+    with opened(config) as caller:
         for _ in range(5):
             caller.submit("p", fake_tokens=23, fake_fail="none")
         for event in caller.wait(5).values():
@@ -159,5 +150,3 @@ def test_every_window_size_gives_the_same_output(size: int, reference: Completed
                 assert ours.multimodal_output.keys() == theirs.multimodal_output.keys()
                 for name, tensor in ours.multimodal_output.items():
                     assert torch.equal(tensor, theirs.multimodal_output[name])
-    finally:
-        orchestrator.close()

@@ -55,12 +55,14 @@ def test_cores(stages: list[dict[str, Any]], placed: list[tuple[list[int] | None
 def make_checkpoint(folder: Path, **sizes: int) -> str:
     """The head of a checkpoint with a tensor of so many millions of bytes in each part."""
     folder.mkdir()
-    parts = {
-        f"{part}.weight": {"dtype": "I8", "shape": [size * 1_000_000], "data_offsets": [0, size * 1_000_000]}
-        for part, size in sizes.items()
-    }
+    parts, end = {}, 0
+    for part, millions in sizes.items():
+        begin, end = end, end + millions * 1_000_000
+        parts[f"{part}.weight"] = {"dtype": "I8", "shape": [end - begin], "data_offsets": [begin, end]}
     head = json.dumps(parts).encode()
-    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    file = folder / "model.safetensors"
+    file.write_bytes(len(head).to_bytes(8, "little") + head)
+    os.truncate(file, 8 + len(head) + end)  # Zeros, which take no room on a disk.
     return str(folder)
 
 

@@ -18,7 +18,7 @@ from tests.playground import browser as web
 from tests.servers import ENDLESS, ENDLESS_STEPS, SAME_PAINTING, RunningServer
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Playwright
+    from playwright.sync_api import Browser, Page, Playwright, Route
 
 GROUP = "server"
 pytestmark = pytest.mark.slow
@@ -39,6 +39,19 @@ LONG = "1000"
 def paint(page: Page, sentence: str = SENTENCE) -> None:
     page.locator("#images-prompt textarea").fill(sentence)
     page.locator("#images-generate").click()
+
+
+def stop(page: Page, tab: str, running: str) -> None:
+    """Clicks Stop, and has the server hear of it only after another update, which replaces what the page says of it."""
+    held: list[Route] = []
+    page.route("**/cancel", lambda route: held.append(route))
+    state = page.locator(f"#{tab}-state")
+    page.locator(f"#{tab}-stop").click()
+    state.get_by_text("Stopped").wait_for()
+    state.get_by_text(running).wait_for()
+    held.pop().continue_()
+    page.unroute("**/cancel")
+    state.get_by_text("Stopped").wait_for()
 
 
 def painting(page: Page) -> Image.Image:
@@ -79,8 +92,7 @@ def test_paints_stops_and_lives_on_when_the_server_dies(
         before = web.num_aborted(server.url)
         paint(page)
         page.locator("#images-state").get_by_text("A preview").wait_for()
-        page.locator("#images-stop").click()
-        page.locator("#images-state").get_by_text("Stopped").wait_for()
+        stop(page, "images", "A preview")
         web.expect(page.locator("#images-stop")).to_be_disabled()
         web.wait_until_aborted(server.url, before)
 
@@ -111,8 +123,7 @@ def test_makes_a_video_and_stops(browser: Browser, video_server: RunningServer, 
         page.locator("#videos-generate").click()
         page.locator("#videos-state").get_by_text("in progress").wait_for()
         page.locator("#videos-state [role=progressbar]").wait_for()
-        page.locator("#videos-stop").click()
-        page.locator("#videos-state").get_by_text("Stopped").wait_for()
+        stop(page, "videos", "in progress")
         web.wait_until_aborted(video_server.url, before)
 
         steps.fill(usual)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.stage.conftest import SAMPLE_RATE
 from tests.stage.running_engine import RunningEngine, chunk, new_request
 from vllm_omni.core.sched.output import RequestWindow
 from vllm_omni.inputs import StageInput
 from vllm_omni.outputs import StageOutput
 from vllm_omni.stage.engines import llm_request
 from vllm_omni.stage.engines.base import AbortRequest, NewRequest, Result, Stream
-from vllm_omni.stage.engines.llm_request import PlayingTime
+from vllm_omni.stage.engines.playback import PlayingTime
 
 PARAMS = SamplingParams(max_tokens=1, detokenize=False)
 
@@ -184,7 +183,7 @@ def test_the_last_window_is_marked_if_the_end_was_known_at_its_start(vocoder):
 
 def test_an_error_of_vllm_is_an_error_of_the_request(vocoder, monkeypatch):
     scheduler = vocoder.engine._engine._core.scheduler
-    monkeypatch.setattr(scheduler, "_max_prompt_tokens", 8)
+    monkeypatch.setattr(scheduler, "max_prompt_tokens", 8)
     vocoder.put(begin("a", window(0, 5)), chunk("a", window(5, 15)), begin("b", window(0, 3), is_last=True))
     (output,) = vocoder.finish("b")
     torch.testing.assert_close(output.tensors["audio"], audio(0, 3))
@@ -242,7 +241,7 @@ def dues(vocoder, monkeypatch):
 
     original = vocoder.engine._engine.set_window
     monkeypatch.setattr(vocoder.engine._engine, "set_window", set_window)
-    monkeypatch.setattr(vocoder.engine, "_playing_time", PlayingTime(SAMPLE_RATE))
+    monkeypatch.setattr(vocoder.engine, "_playing_time", PlayingTime())
     monkeypatch.setattr(llm_request, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     clock = [1000.0]
     return due, clock

@@ -10,6 +10,7 @@ import torch
 
 from tests.stage.fake_sockets import FakeContext
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
+from vllm_omni.distributed.connectors import PayloadReceiver
 from vllm_omni.distributed.messages import (
     InlineRef,
     OutputMessage,
@@ -20,7 +21,6 @@ from vllm_omni.distributed.messages import (
     recv_at_orchestrator,
     recv_at_stage,
 )
-from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.inputs import StageRequest
 from vllm_omni.metrics.stats import StageMetrics
 from vllm_omni.outputs import Completion, StageOutput

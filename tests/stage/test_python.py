@@ -95,7 +95,7 @@ def test_a_wrong_python_is_refused(tmp_path: Path, text: str, words: str) -> Non
 
 
 def test_a_python_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python, "_PROBE_S", 0.1)
+    monkeypatch.setattr(python, "PROBE_S", 0.1)
     path = script(tmp_path / "python", "exec sleep 1000")
     with pytest.raises(StageConfigError, match="has not answered within"):
         python.find_python(str(path), LABEL)
@@ -177,6 +177,7 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "vllm_omni" / "packages").iterdir() if path.suffix != ".lock")
 
 
+@pytest.mark.usefixtures("quick_venv")
 def test_an_environment_is_made_once(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +216,10 @@ def test_an_error_of_pip_is_shown_by_its_last_lines(index: Path, tmp_path: Path)
         python.make_environment(["tiny-voice"], LABEL)
 
 
-def test_a_full_disk(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program that fills it at once, in place of uv."""
+    uv = script(tmp_path / "uv", 'exec head -c 2000000 /dev/zero > "$5"')
+    monkeypatch.setattr(python, "_find_uv", lambda: str(uv))
     with small_file_system(1 << 20) as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         with pytest.raises(PipelineStartError, match="packages has only 0 MiB of free space"):

@@ -15,7 +15,7 @@ from tests.stage.conftest import Ended
 from tests.stage.running_engine import PATIENCE
 from tests.stage.test_watchdog import ends_in_a_thread
 from vllm_omni.config.stage_config import ConnectorConfig, OmniStageConfig, StageInstance, WindowConfig
-from vllm_omni.distributed.connectors import make_connector
+from vllm_omni.distributed.connectors import PayloadSender, make_connector
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
     AbortMessage,
@@ -36,7 +36,6 @@ from vllm_omni.distributed.messages import (
     recv_at_orchestrator,
     send,
 )
-from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.run_dir import orchestrator_address
 from vllm_omni.inputs import ReplyParsers, SpokenText, StageInput, StageRequest
 from vllm_omni.metrics.recorder import StageRecorder

@@ -19,6 +19,7 @@ from vllm_omni.worker.cpu_half_weights import (
     can_pack,
 )
 from vllm_omni.worker.cpu_worker import CPUARModelRunner, CPUFeedbackARModelRunner, CPUGenerationModelRunner
+from vllm_omni.worker.half_table import HalfTable
 
 pytestmark = pytest.mark.skipif(
     torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="FBGEMM is not there for this processor"
@@ -102,6 +103,39 @@ def test_a_head_that_shares_its_weights_is_packed_once(monkeypatch: pytest.Monke
     assert count == 1
 
 
+@pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE])
+@pytest.mark.parametrize("has_head", [False, True])
+@torch.inference_mode()
+def test_embeddings_take_half_of_their_memory(
+    monkeypatch: pytest.MonkeyPatch, has_head: bool, mode: CompilationMode
+) -> None:
+    """Of a model that is not compiled; an embedding alone is packed by its first product."""
+    embedding, head = make_layer(torch.float16), ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    head.weight = embedding.weight
+    layers = [embedding, head] if has_head else [embedding]
+    x, ids, rows = torch.randn(2, 32), torch.tensor([3, 47]), embedding.weight[[3, 47]].clone()
+    expected = nn.functional.linear(x, embedding.weight)
+    runner = CPUHalfWeights.__new__(CPUHalfWeights)
+
+    def load(self: Any) -> None:
+        self.model = nn.ModuleList(layers)
+        for layer in layers:
+            HalfEmbeddingMethod().process_weights_after_loading(layer)
+
+    monkeypatch.setattr(CPUModelRunner, "load_model", load)
+    model_config, compilation_config = SimpleNamespace(dtype=torch.float32), SimpleNamespace(mode=mode)
+    runner.vllm_config = SimpleNamespace(
+        model_config=model_config, compilation_config=compilation_config, quant_config=None
+    )
+    runner.load_model()
+
+    for layer in layers:
+        assert isinstance(layer.weight, HalfTable) == (mode == CompilationMode.NONE)
+        assert HalfEmbeddingMethod().embedding(layer, ids).equal(rows)
+        torch.testing.assert_close(HalfEmbeddingMethod().apply(layer, x), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "mode", "quantization", "is_used"),
     [
@@ -116,6 +150,7 @@ def test_a_model_in_float32_that_is_not_compiled_uses_it(
 ) -> None:
     monkeypatch.setattr(CPUModelRunner, "load_model", lambda self: None)
     runner = CPUHalfWeights.__new__(CPUHalfWeights)
+    runner.model = nn.Module()
     runner.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype),
         compilation_config=SimpleNamespace(mode=mode),

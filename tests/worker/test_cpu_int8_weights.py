@@ -9,13 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.config import CompilationMode
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import OmniEngineSettings, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker import cpu_int8_weights
-from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights, Int8LinearMethod, Int8WeightsConfig, quantize
+from vllm_omni.worker.cpu_half_weights import HalfEmbeddingMethod
+from vllm_omni.worker.cpu_int8_weights import (
+    CPUInt8Weights,
+    Int8HeadMethod,
+    Int8LinearMethod,
+    Int8WeightsConfig,
+    TwoTermProduct,
+    quantize,
+)
+
+needs_vnni = pytest.mark.skipif(not cpu_int8_weights.HAS_INT8_PRODUCTS, reason="the processor has no products of int8")
 
 
 def make_layer(num_outputs: int = 64, num_inputs: int = 96) -> nn.Module:
@@ -32,6 +44,13 @@ def test_the_nearest_product_is_kept() -> None:
     torch.testing.assert_close(rounded * scales.float()[:, None], weight, atol=0.5 / 127, rtol=0)
 
 
+@pytest.fixture(params=[False, pytest.param(True, marks=needs_vnni)], ids=["bfloat16", "two terms"])
+def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(cpu_int8_weights, "HAS_INT8_PRODUCTS", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("has_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 96), (7, 96), (2, 3, 96), (0, 96), (100, 96)])
 @torch.inference_mode()
@@ -47,6 +66,39 @@ def test_products_are_those_of_the_rounded_weights(shape: tuple[int, ...], dtype
     assert product.dtype == dtype
     torch.testing.assert_close(product.float(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(method.apply(layer, x, bias).float(), expected + bias.float(), rtol=2e-2, atol=2e-2)
+
+
+@needs_vnni
+@torch.inference_mode()
+def test_two_terms_keep_15_bits_of_a_row_whatever_the_others_are() -> None:
+    layer = make_layer()
+    rows = torch.randn(9, 96) * torch.logspace(-20, 20, 9)[:, None]
+    rows[3, 5] *= 1000.0
+    rows[4] = 0.0
+    rounded, scales = quantize(layer.weight)
+    expected = nn.functional.linear(rows.double(), rounded * scales.double()[:, None])
+    product = TwoTermProduct(rounded, scales)
+
+    result = product(rows)
+
+    bound = rows.abs().amax(dim=1, keepdim=True) * (rounded * scales.float()[:, None]).abs().sum(dim=1)
+    assert ((result - expected).abs() <= bound * 2.0**-15).all()
+    assert torch.equal(result, torch.cat([product(row) for row in rows.split(1)]))
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+@torch.inference_mode()
+def test_heads(has_products: bool, is_loaded: bool) -> None:
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    head.weight = make_layer().weight if is_loaded else nn.Parameter(torch.empty(64, 96, device="meta"))
+    method = Int8WeightsConfig().get_quant_method(head, "lm_head")
+    assert isinstance(method, Int8HeadMethod if has_products else HalfEmbeddingMethod)
+    method.process_weights_after_loading(head)
+    assert head.weight.shape == (64, 96)  # An embedding may have the same.
+    if is_loaded:
+        x = torch.randn(3, 96)
+        torch.testing.assert_close(method.apply(head, x), x @ head.weight.t(), rtol=1e-2, atol=1e-2)
 
 
 @torch.inference_mode()
@@ -73,7 +125,9 @@ def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     )
     runner: Any = CPUInt8Weights.__new__(CPUInt8Weights)
     model = SimpleNamespace(dtype=dtype, quantization="awq")
-    runner.vllm_config = SimpleNamespace(model_config=model, quant_config=quantization)
+    runner.vllm_config = SimpleNamespace(
+        model_config=model, quant_config=quantization, compilation_config=SimpleNamespace(mode=CompilationMode.NONE)
+    )
     runner.model = loaded
     runner.load_model()
     return runner.vllm_config.quant_config

@@ -75,8 +75,8 @@ class DiTConfig:
     attention_backend: str | None = None
     """One of diffusers' attention backends."""
     cache_backend: str | None = None
-    """One of diffusers' caching methods for denoisers. Such a stage computes one output at a time, because the cache
-    depends on all outputs of a batch."""
+    """One of diffusers' caching methods for denoisers. Each output has a cache of its own: it is computed in turn with
+    others, never in one batch with them, and takes its memory until it ends."""
     cache_config: dict[str, Any] = field(default_factory=dict)
     """Settings of the `cache_backend`, as JSON or YAML: `{threshold: 0.1}`."""
     compile: bool = False
@@ -95,8 +95,8 @@ class DiTConfig:
     lora_modules: dict[str, str] = field(default_factory=dict)
     """Adapters, name to file, that are checked when the stage starts (`vllm serve --lora-modules`)."""
     max_batch_size: int | None = None
-    """Outputs that are computed at once (`runtime.max_batch_size`). Default: 4, or 1 with a cache or if whole
-    components are offloaded."""
+    """Outputs that are computed at once (`runtime.max_batch_size`). Default: 4; 2 with a cache; 1 with a cache that is
+    compiled, or if whole components are offloaded: then others wait for the end of a long output."""
     batch_wait_ms: float = 2.0
     """Batching delay: milliseconds that an idle stage waits for further requests when one arrives."""
     prompt_cache_bytes: int = 256 << 20
@@ -155,10 +155,10 @@ def parse_dit_config(engine_args: Mapping[str, Any], where: str) -> DiTConfig:
 
 
 def _check_contradictions(config: DiTConfig, where: str) -> None:
-    if config.cache_backend is not None and (config.max_batch_size or 1) > 1:
+    if config.cache_backend is not None and config.compile and (config.max_batch_size or 1) > 1:
         raise StageConfigError(
-            f"{where}.cache_backend: the cache depends on all outputs of a batch, so outputs are made one at a time; "
-            f"remove it, or max_batch_size {config.max_batch_size}"
+            f"{where}.cache_backend: a compiled denoiser has one cache, so outputs are made one at a time; remove "
+            f"compile, or max_batch_size {config.max_batch_size}"
         )
     if config.cache_config and config.cache_backend is None:
         raise StageConfigError(f"{where}.cache_config: there is no cache_backend that it configures; set one")

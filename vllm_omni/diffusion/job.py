@@ -58,6 +58,7 @@ class DiffusionJob:
         trajectory_bytes: The most memory that its recorded steps may take; None: they are not recorded.
         encoded_prompts: The results of the pipeline's calls of `encode_prompt`, if an earlier stage has made them.
         on_progress: Called after every step.
+        priority: The request's; the least comes first.
         arrival: When the stage's engine got it (`time.monotonic()`).
     """
 
@@ -73,6 +74,7 @@ class DiffusionJob:
     trajectory_bytes: int | None = None
     encoded_prompts: list[Any] | None = None
     on_progress: Callable[[Progress], None] = field(default=lambda progress: None)
+    priority: int = 0
     arrival: float = field(default_factory=time.monotonic)
 
 

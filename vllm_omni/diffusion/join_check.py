@@ -13,8 +13,10 @@ import torch
 
 from vllm_omni.diffusion.batched_call import ModuleCall, count_rows, find_differing
 
-_MAX_LAYOUTS = 1000
-_CHUNK = 1 << 24
+MAX_LAYOUTS = 1000
+"""That are remembered."""
+CHUNK = 1 << 24
+"""Elements that are compared at once: the copies in float64 take memory."""
 _SMALL, _LARGE = 1e-12, 1e100
 
 
@@ -34,7 +36,7 @@ class JoinChecks:
 
     def record(self, calls: Sequence[ModuleCall], differing: set[int]) -> None:
         """Calls that differ in these values have been compared."""
-        if len(self._differed) >= _MAX_LAYOUTS:
+        if len(self._differed) >= MAX_LAYOUTS:
             self._differed.clear()
         layout = calls[0].layout
         self._differed[layout] = self._differed.get(layout, set()) | differing
@@ -66,7 +68,7 @@ def are_close(joint: Any, alone: Any, precision: float) -> bool:
 def _relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """The error in the root of the mean square. Videos are large: not all of their values are converted at a time."""
     error = size = torch.tensor(0.0, dtype=torch.float64, device=value.device)
-    for pair in zip(value.flatten().split(_CHUNK), expected.flatten().split(_CHUNK), strict=True):
+    for pair in zip(value.flatten().split(CHUNK), expected.flatten().split(CHUNK), strict=True):
         a, b = (torch.nan_to_num(values.double(), posinf=_LARGE, neginf=-_LARGE) for values in pair)
         error, size = error + (a - b).square().sum(), size + b.square().sum()
     return float((error / (size + _SMALL)).sqrt())

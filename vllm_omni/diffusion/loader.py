@@ -7,7 +7,6 @@ decides which modules keep float32. Knows no pipeline by name.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,11 @@ import torch
 from diffusers import AutoModel, DiffusionPipeline, ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from diffusers.utils import logging as diffusers_logging
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from vllm_omni.checkpoint_weights import INDEX, read_head, read_index
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
 from vllm_omni.diffusion.modular_info import ModularPipelineInfo, read_pipeline_info
@@ -368,26 +368,13 @@ def _check_weights(place: Path, config: DiTConfig) -> None:
             f"{place}: its weights are pickled ({pickled[0].name}), and a pickle can run any code when it is read; use "
             "a checkpoint with safetensors, or, if you trust this one, set engine_args.use_safetensors: false"
         )
-    for file in files:
-        _check_header(file)
-    for index in sorted(place.glob("*.safetensors.index.json")):
-        _check_shards(index)
-
-
-def _check_header(file: Path) -> None:
     try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise StageConfigError(f"{file}: is damaged ({error}); download it again") from error
-
-
-def _check_shards(index: Path) -> None:
-    try:
-        contents: Any = json.loads(index.read_text(encoding="utf-8"))
-        shards = sorted(set(contents["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StageConfigError(f"{index}: is damaged; download it again") from error
-    for shard in shards:
-        if not (index.parent / shard).is_file():
-            raise StageConfigError(f"{index.parent / shard}: is missing; {index.name} names it: download it again")
+        for file in files:
+            read_head(file)
+        indices = {index: sorted(read_index(index)) for index in sorted(place.glob(f"*{INDEX}"))}
+    except ValueError as error:
+        raise StageConfigError(f"{error}; download it again") from error
+    for index, shards in indices.items():
+        for shard in shards:
+            if not shard.is_file():
+                raise StageConfigError(f"{shard}: is missing; {index.name} names it: download it again")

@@ -11,30 +11,24 @@ Calls and replies are numbered. A rank that cannot finish an exchange, for lack 
 next message for that of another call: so the stage ends.
 Inside a group ranks do wait for each other. There a rank that fails alone ends its process, and a thread of rank 0
 detects the end of a follower.
-
-The arguments and outputs in messages are pickled: they go to a child process, from this one alone, and hold plain
-values of any pipeline.
 """
 
-import io
-import math
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from vllm.platforms import current_platform
@@ -49,14 +43,12 @@ from vllm_omni.metrics.logs import get_logger
 
 logger = get_logger(__name__)
 
-_AGREE = timedelta(seconds=10)
+AGREE = timedelta(seconds=10)
 """The ranks of a group fail at the same point of a call, if all of them do."""
 _END_S = 30.0
 """Seconds to wait for a killed process, which the system may take long to remove."""
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set),
-    *(torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType),
-)
+_PLAIN = (bool, int, float, str, type(None))
+_SEQUENCES: dict[str, Any] = {"Size": torch.Size, "tuple": tuple, "list": list, "set": set}
 
 
 class FollowerError(RuntimeError):
@@ -89,24 +81,61 @@ class _Started(msgspec.Struct, frozen=True, tag=True):
     problem: str | None = None
 
 
+class _Tensor(msgspec.Struct, frozen=True, tag=True):
+    """A tensor.
+
+    Attributes:
+        dtype: torch's name without the prefix.
+        data: Its bytes; None: it is of the denoiser's device, and the next part of the buffer.
+    """
+
+    shape: list[int]
+    dtype: str
+    data: bytes | None
+
+
+class _Dtype(msgspec.Struct, frozen=True, tag=True):
+    name: str
+
+
+class _Sequence(msgspec.Struct, frozen=True, tag=True):
+    kind: Literal["Size", "tuple", "list", "set"]
+    items: "list[_Value]"
+
+
+class _Mapping(msgspec.Struct, frozen=True, tag=True):
+    entries: "dict[int | str, _Value]"
+
+
+_Value = bool | int | float | str | None | _Tensor | _Dtype | _Sequence | _Mapping
+"""A subclass of a list, a tuple or a dict arrives as that: rank 0's own output shows the class of an output."""
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    """A value without its tensors of the denoiser's device. `sizes`: their bytes in the buffer that follows."""
+
+    value: _Value
+    sizes: list[int]
+
+
 class _DenoiserCall(msgspec.Struct, frozen=True, tag=True):
-    """A call of a denoiser, given by the component's name. `arguments`: packed (args, kwargs)."""
+    """A call of a denoiser, given by the component's name. `arguments`: (args, kwargs)."""
 
     number: int
     name: str
-    arguments: bytes
+    arguments: _Packed
 
 
 class _DenoiserReply(msgspec.Struct, frozen=True, tag=True):
     """The end of a call, which has the same number.
 
     Attributes:
-        output: Packed; None: another rank of the group returns the same.
+        output: None: another rank of the group returns the same.
         error: Of a call that raised.
     """
 
     number: int
-    output: bytes | None = None
+    output: _Packed | None = None
     error: str | None = None
 
 
@@ -122,63 +151,63 @@ def _receive(pipe: Connection) -> _Message:
     return _DECODER.decode(pipe.recv_bytes())
 
 
-class _Packer(pickle.Pickler):
-    """Replaces each tensor of a device by its place in a buffer."""
-
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-        self._device = device
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device == self._device:
-            self.tensors.append(value)
-            return value.shape, value.dtype
-        if not isinstance(value, (*_PLAIN, torch.Tensor)) and not _is_part_of_tensor(value):
-            raise TypeError(f"a denoiser in several processes cannot share a {type(value).__name__} with its pipeline")
-        return None
-
-
-def _is_part_of_tensor(value: Any) -> bool:
-    """A tensor of another device is pickled by its storage."""
-    return isinstance(value, torch.storage.TypedStorage | torch.UntypedStorage)
-
-
-class _Unpacker(pickle.Unpickler):
-    """Reserves the tensors; they are received afterwards."""
-
-    def __init__(self, file: io.BytesIO, buffer: torch.Tensor) -> None:
-        super().__init__(file)
-        self._buffer = buffer
-        self._start = 0
-
-    def persistent_load(self, form: Any) -> torch.Tensor:
-        shape, dtype = form
-        stop = self._start + math.prod(shape) * dtype.itemsize
-        data = self._buffer[self._start : stop]
-        self._start = stop
-        return data.clone().view(dtype).view(shape)  # A copy: a dtype needs an aligned address.
-
-
-def pack(value: Any, device: torch.device) -> tuple[bytes, torch.Tensor]:
-    """A value as a message, and a buffer (uint8, on the device) with all of its tensors on this device.
+def pack(value: Any, device: torch.device) -> tuple[_Packed, torch.Tensor]:
+    """A value as a part of a message, and a buffer (uint8, on the device) with all of its tensors on this device.
 
     Raises:
-        TypeError: It has an object with a state, which the receiver could not share.
+        TypeError: It has an object that is neither a tensor nor plain: the receiver could not share its state.
     """
-    file = io.BytesIO()
-    packer = _Packer(file, device)
-    packer.dump(value)
-    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in packer.tensors]
-    parts = [copy.view(-1).view(torch.uint8) for copy in copies]
+    parts: list[torch.Tensor] = []
+    described = _describe(value, device, parts)
     buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-    return pickle.dumps((file.getvalue(), len(buffer))), buffer
+    return _Packed(described, [len(part) for part in parts]), buffer
 
 
-def unpack(message: bytes, receive: Callable[[int], torch.Tensor]) -> Any:
+def _describe(value: Any, device: torch.device, parts: list[torch.Tensor]) -> _Value:
+    """Appends the bytes of tensors on this device to `parts`."""
+    match value:
+        case torch.Tensor():
+            copy = value.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            is_part = value.device == device
+            if is_part:
+                parts.append(copy)
+            data = None if is_part else copy.cpu().numpy().tobytes()
+            return _Tensor(list(value.shape), _name(value.dtype), data)
+        case torch.dtype():
+            return _Dtype(_name(value))
+        case list() | tuple() | set():
+            kind: Any = next(name for name, kind in _SEQUENCES.items() if isinstance(value, kind))
+            return _Sequence(kind, [_describe(item, device, parts) for item in value])
+        case dict() if all(type(key) in (int, str) for key in value):
+            return _Mapping({key: _describe(item, device, parts) for key, item in value.items()})
+        case _ if type(value) in _PLAIN:
+            return value
+    raise TypeError(f"a denoiser in several processes cannot share a {type(value).__name__} with its pipeline")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def unpack(packed: _Packed, receive: Callable[[int], torch.Tensor]) -> Any:
     """The value of `pack`. `receive` returns the buffer, given its size."""
-    pickled, size = pickle.loads(message)
-    return _Unpacker(io.BytesIO(pickled), receive(size)).load()
+    return _restore(packed.value, iter(receive(sum(packed.sizes)).split(packed.sizes)))
+
+
+def _restore(value: _Value, parts: Iterator[torch.Tensor]) -> Any:
+    match value:
+        case _Tensor():
+            # A copy: a dtype needs an aligned address.
+            data = next(parts).clone() if value.data is None else torch.tensor(np.frombuffer(value.data, np.uint8))
+            return data.view(getattr(torch, value.dtype)).view(value.shape)
+        case _Dtype():
+            return getattr(torch, value.name)
+        case _Sequence():
+            return _SEQUENCES[value.kind]([_restore(item, parts) for item in value.items])
+        case _Mapping():
+            return {key: _restore(item, parts) for key, item in value.entries.items()}
+        case _:
+            return value
 
 
 # All ranks.
@@ -225,7 +254,7 @@ class _Group:
         if size > 1:
             for index in range(config.data_parallel_size):
                 ranks = list(range(index * size, (index + 1) * size))
-                group = dist.new_group(ranks, backend="gloo", timeout=_AGREE)
+                group = dist.new_group(ranks, backend="gloo", timeout=AGREE)
                 if start.rank in ranks:
                     self._agreement = group
             try:
@@ -254,7 +283,7 @@ class _Group:
 
     def _agree(self, error: Exception) -> None:
         try:
-            dist.monitored_barrier(self._agreement, _AGREE)
+            dist.monitored_barrier(self._agreement, AGREE)
         except RuntimeError as alone:
             raise FollowerError(f"one rank of a denoiser failed: {type(error).__name__}: {error}") from alone
 

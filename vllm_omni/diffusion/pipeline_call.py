@@ -8,6 +8,7 @@ Knows no pipeline by name.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from diffusers.guiders import BaseGuidance
 from torch.utils.hooks import RemovableHandle
 
 from vllm_omni.diffusion.batched_call import ModuleCall, SharedTensors
+from vllm_omni.diffusion.cache_state import Caches, CacheState
 
 
 class CallAborted(BaseException):
@@ -30,7 +32,7 @@ class PipelineCall:
     """A call of a pipeline, on its own copy of it: modules are shared; scheduler, guider, blocks and settings are not.
 
     It has its own grad mode too: a pipeline sets the thread's when it is called and restores it when it ends, while
-    other calls are running. And hooks that it puts on a module see its own calls of modules only.
+    other calls are running. Hooks that it puts on a module see its own calls of modules only, and so do caches.
 
     Attributes:
         pipe: The copy.
@@ -39,12 +41,17 @@ class PipelineCall:
 
     result: Any = None
 
-    def __init__(self, pipe: DiffusionPipeline) -> None:
+    def __init__(self, pipe: DiffusionPipeline, caches: Caches | None = None) -> None:
+        """
+        Args:
+            caches: Of the pipeline's denoisers.
+        """
         copies: dict[int, Any] = {}
         self.pipe = _copy_pipe(pipe, copies)
         self._copies = list(copies.values())
         self._shared = SharedTensors()
         self._hooks = _CallHooks(pipe)
+        self._cache = None if caches is None else CacheState(caches, self.pipe)
         self._greenlet: _CallGreenlet
 
     def start(self, arguments: dict[str, Any]) -> ModuleCall | None:
@@ -68,10 +75,11 @@ class PipelineCall:
         """Clears the copies: their hooks refer to them, and they refer to all tensors of the call."""
         for copied in self._copies:
             vars(copied).clear()
-        del self.pipe, self._copies, self._hooks, self._greenlet
+        del self.pipe, self._copies, self._hooks, self._cache, self._greenlet
 
     def _advance(self, switch: Callable[[], Any]) -> ModuleCall | None:
-        with torch.no_grad(), self._hooks.in_place():
+        cache = contextlib.nullcontext() if self._cache is None else self._cache.in_place()
+        with torch.no_grad(), self._hooks.in_place(), cache:
             value = switch()
         if not self._greenlet.dead:
             return value
@@ -81,6 +89,8 @@ class PipelineCall:
     def wait_for(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Called in the coroutine, instead of `function`; returns its output."""
         call = ModuleCall.describe(self._hooks.bind(function), args, kwargs, self._shared)
+        if self._cache is not None:
+            call = dataclasses.replace(call, function=self._cache.bind(call.function))
         assert self._greenlet.parent is not None
         return self._greenlet.parent.switch(call)
 

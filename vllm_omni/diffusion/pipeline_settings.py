@@ -28,6 +28,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.utils import nearest
+from vllm_omni.diffusion.cache_state import TIMESTEP, Timestep
 from vllm_omni.diffusion.context_parallel import check_context_parallel
 from vllm_omni.diffusion.modular import ModularCall
 from vllm_omni.errors import StageConfigError
@@ -162,9 +163,6 @@ def _compile(denoiser: torch.nn.Module) -> None:
         denoiser.forward = torch.compile(denoiser.forward)
 
 
-_TIMESTEP = "current_timestep_callback"
-
-
 def cache_backends() -> dict[str, Any]:
     """The values of `cache_backend`, and the class of each one's settings."""
     names = [name for name in vars(diffusers.hooks) if name.endswith("CacheConfig")]
@@ -191,7 +189,7 @@ def check_cache(config: DiTConfig, pipeline_class: type, denoisers: Mapping[str,
             raise StageConfigError(
                 f"engine_args.cache_backend: diffusers has no caching for {name} ({cls.__name__}); remove it"
             )
-    if hasattr(settings, _TIMESTEP) and not hasattr(pipeline_class, "current_timestep"):
+    if hasattr(settings, TIMESTEP) and not hasattr(pipeline_class, "current_timestep"):
         raise StageConfigError(
             f"engine_args.cache_backend: {config.cache_backend} reads the timesteps of the pipeline, and "
             f"{pipeline_class.__name__} does not provide them; use another one of {', '.join(cache_backends())}"
@@ -205,32 +203,14 @@ def enable_cache(denoiser: torch.nn.Module, config: DiTConfig) -> None:
     """
     assert isinstance(denoiser, CacheMixin)
     settings = _settings(config)
-    if hasattr(settings, _TIMESTEP):
-        settings = dataclasses.replace(settings, **{_TIMESTEP: _Timestep()})
+    if hasattr(settings, TIMESTEP):
+        settings = dataclasses.replace(settings, **{TIMESTEP: Timestep()})
     try:
         denoiser.enable_cache(settings)
     except (ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise StageConfigError(
             f"engine_args.cache_backend: {config.cache_backend} does not fit {type(denoiser).__name__}: {error}"
         ) from error
-
-
-def follow(pipe: DiffusionPipeline) -> None:
-    """Caches that depend on the timestep read it from this pipeline object from now on, a copy of the loaded one."""
-    for component in pipe.components.values():
-        if isinstance(component, CacheMixin) and component.is_cache_enabled:
-            callback = getattr(component._cache_config, _TIMESTEP, None)
-            if isinstance(callback, _Timestep):
-                callback.pipe = pipe
-
-
-class _Timestep:
-    """The current timestep of `pipe`."""
-
-    pipe: Any
-
-    def __call__(self) -> Any:
-        return self.pipe.current_timestep
 
 
 def _settings(config: DiTConfig) -> Any:

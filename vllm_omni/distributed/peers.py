@@ -7,10 +7,9 @@ from typing import Any
 import zmq
 
 from vllm_omni.config.stage_config import ConnectorConfig
-from vllm_omni.distributed.connectors import make_connector
+from vllm_omni.distributed.connectors import PayloadSender, make_connector
 from vllm_omni.distributed.messages import Frames, Message, PayloadRef, PeerUpMessage, send
 from vllm_omni.distributed.network import Network
-from vllm_omni.distributed.payloads import PayloadSender
 
 _LINGER_MS = 1000
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from vllm_omni.distributed.locked_folder import LockedFolder
 
 PREFIX = "vllm_omni-run-"
-_MEMORY_FILE_SYSTEM = Path("/dev/shm")
+MEMORY_FILE_SYSTEM = Path("/dev/shm")
+"""Where run directories are, if it can be written."""
 _MAX_SOCKET_PATH = 107
 """Bytes: `sun_path` of `sockaddr_un`, without its terminator."""
 _RANDOM_PART, _LONGEST_SOCKET = "12345678", "stage-1000.100000.sock"
@@ -45,8 +46,8 @@ def stage_address(path: Path, instance_id: int, epoch: int) -> str:
 
 
 def _memory_or_temporary() -> Path:
-    if _MEMORY_FILE_SYSTEM.is_dir() and os.access(_MEMORY_FILE_SYSTEM, os.W_OK):
-        return _MEMORY_FILE_SYSTEM
+    if MEMORY_FILE_SYSTEM.is_dir() and os.access(MEMORY_FILE_SYSTEM, os.W_OK):
+        return MEMORY_FILE_SYSTEM
     return Path(tempfile.gettempdir())
 
 
@@ -57,5 +58,5 @@ def _check_length(parent: Path) -> None:
         raise OSError(
             errno.ENAMETOOLONG,
             f"the paths of sockets in {parent} would exceed the system's limit of {_MAX_SOCKET_PATH} bytes "
-            f"by {excess}; set TMPDIR to a shorter path, or make {_MEMORY_FILE_SYSTEM} writable",
+            f"by {excess}; set TMPDIR to a shorter path, or make {MEMORY_FILE_SYSTEM} writable",
         )

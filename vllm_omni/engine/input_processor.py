@@ -8,14 +8,16 @@ the stage's process.
 
 import hashlib
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, TypedDict, cast
 
 import msgspec
 import torch
 import vllm.envs as envs
-from vllm.config import VllmConfig
+from transformers import TokenizersBackend
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput, PromptType
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
@@ -26,6 +28,8 @@ from vllm.renderers import BaseRenderer as BaseRenderer
 from vllm.renderers.inputs.preprocess import parse_model_prompt as parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.engine import EngineCoreRequest
@@ -42,6 +46,13 @@ from vllm_omni.errors import InvalidRequestError
 from vllm_omni.inputs import ChatCompletionMessageParam, ChatParams
 from vllm_omni.metrics.stats import CacheCounts
 from vllm_omni.payloads import AdditionalInformationPayload, Guidance, OmniEngineCoreRequest, PromptEmbedsPayload
+
+_TOKENIZER_METHODS = (
+    "__call__", "batch_decode", "batch_encode", "convert_ids_to_tokens", "convert_tokens_to_ids",
+    "convert_tokens_to_string", "decode", "encode",
+)  # fmt: skip
+"""Those for which vLLM borrows a copy: some change a tokenizer's settings, which fails while another one runs. Without
+`apply_chat_template`: it calls these, and a template that takes long keeps nobody waiting."""
 
 
 class PreprocessedPrompt(TypedDict):
@@ -70,6 +81,7 @@ class OmniInputProcessor(InputProcessor):
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        share_tokenizer(vllm_config.model_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._settings = OmniEngineSettings.from_vllm_config(vllm_config)
         if not self._settings.uses_generation_config:
@@ -334,3 +346,37 @@ def _check_fits_v2_runner(params: SamplingParams | None, information: dict[str, 
             raise ValueError(
                 f"{name}: at most {limit} tokens, not {num_tokens}; a stage whose async_scheduling is false takes more"
             )
+
+
+def share_tokenizer(config: ModelConfig) -> None:
+    """Makes the tokenizer that vLLM keeps for a model one for several threads. For use before a renderer has it.
+
+    vLLM makes two deep copies of a tokenizer of Hugging Face for a renderer, so that no thread waits for another: of
+    one with 49,000 words 20 MB and 0.3 s each. A stage's process has one thread that tokenizes, and a server one for
+    prompts, beside which others look up single tokens. So here threads take turns.
+    """
+    tokenizer = cached_tokenizer_from_config(config)
+    if isinstance(tokenizer, TokenizersBackend) and not isinstance(tokenizer, ThreadSafeHFTokenizerMixin):
+        tokenizer.__class__ = _shared_class(type(tokenizer))
+
+
+def _shared_class(tokenizer_class: type[TokenizersBackend]) -> type[TokenizersBackend]:
+    """A class of its own for one tokenizer and its shallow copies, whose methods run one at a time."""
+    lock = threading.RLock()
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: TokenizersBackend, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return getattr(tokenizer_class, name)(self, *args, **kwargs)
+
+        return call
+
+    methods = {name: method(name) for name in _TOKENIZER_METHODS} | {"__copy__": _shallow_copy}
+    return type(f"Shared{tokenizer_class.__name__}", (ThreadSafeHFTokenizerMixin, tokenizer_class), methods)
+
+
+def _shallow_copy(tokenizer: TokenizersBackend) -> TokenizersBackend:
+    """A tokenizer with the same vocabulary. vLLM's own copies list all words again."""
+    copied = type(tokenizer).__new__(type(tokenizer))
+    vars(copied).update(vars(tokenizer))
+    return copied

@@ -28,7 +28,7 @@ from vllm_omni.core.sched.omni_generation_scheduler import OmniGenerationSchedul
 from vllm_omni.core.sched.output import RequestWindow, StepRecord
 from vllm_omni.engine.engine_args import USAGE_CONTEXT, OmniEngineSettings
 from vllm_omni.engine.engine_metrics import EngineMetrics
-from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt
+from vllm_omni.engine.input_processor import OmniInputProcessor, PreprocessedPrompt, share_tokenizer
 from vllm_omni.engine.omni_engine_core import OmniEngineCore
 from vllm_omni.engine.output_processor import MultimodalOutputProcessor
 from vllm_omni.errors import InvalidRequestError
@@ -90,6 +90,7 @@ class OmniLLMEngine(LLMEngine):
     @classmethod
     def from_omni_config(cls, vllm_config: VllmConfig, log_stats: bool) -> "OmniLLMEngine":
         """Makes an engine of a configuration that was made of such arguments."""
+        share_tokenizer(vllm_config.model_config)
         with narrow_kernel_search():
             return cls(
                 vllm_config=vllm_config,

@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 from vllm.config import ModelConfig
 from vllm.config.speech_to_text import SpeechToTextParams
-from vllm.entrypoints.speech_to_text.base.serving import asr_inter_chunk_separator
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import SupportsTranscription, supports_transcription
@@ -153,7 +152,7 @@ class Transcription:
     @property
     def separator(self) -> str:
         """What stands between the texts of two clips."""
-        return asr_inter_chunk_separator(self.language, self._model.no_space_languages)
+        return "" if (self.language or "").lower() in self._model.no_space_languages else " "
 
     @property
     def needs_language(self) -> bool:

@@ -18,6 +18,7 @@ from vllm_omni.errors import PipelineStartError
 from vllm_omni.launch.fork_server import ForkServer
 from vllm_omni.metrics.logs import quiet_start
 from vllm_omni.metrics.status_line import importing_vllm
+from vllm_omni.model_executor.registry import OMNI_CONFIGS
 from vllm_omni.vllm_requirement import require_vllm
 
 if TYPE_CHECKING:
@@ -34,11 +35,19 @@ if TYPE_CHECKING:
     from vllm_omni.metrics.stats import StageHealth, StageStats
 
 
-_OF_ALL_STAGES = (
-    "vllm_omni.stage.engines.llm",
+_SHARED = (
+    "vllm.v1.engine.utils",  # It imports Ray, where that is installed.
+    "vllm_omni.engine.input_processor",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.layers.quantization.online.base",  # Any model that is loaded imports it.
 )
+"""Modules of stages that the caller's process needs as well, those of models among them."""
+_OF_STAGES = (
+    "vllm_omni.stage.engines.llm",
+    # Each engine has vLLM's plugins loaded, and so ours, which imports these.
+    *sorted({path.partition(":")[0] for path in OMNI_CONFIGS.values()}),
+)
+"""Further modules, which this process does not need or imports much later."""
 
 
 def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
@@ -53,9 +62,11 @@ def start_fork_server(*, from_this_process: bool = False) -> ForkServer:
     """
     require_vllm()
     try:
-        return ForkServer(_OF_ALL_STAGES, from_this_process=from_this_process)
+        server = ForkServer(_SHARED, from_this_process=from_this_process)
     except OSError as error:
         raise PipelineStartError.from_system(error) from error
+    server.preload(_OF_STAGES)  # Beside this process, which goes on with its own imports.
+    return server
 
 
 def launch_pipeline(

@@ -20,7 +20,8 @@ from vllm_omni.metrics.status_line import StatusLine, is_terminal
 logger = get_logger(__name__)
 
 _WIDTH = 24
-_LINE_INTERVAL_S = 30.0
+LINE_INTERVAL_S = 30.0
+"""Between two lines where there is no terminal."""
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def _size(num_bytes: int) -> str:
 
 def _log(health: Callable[[], list[StageHealth]], downloads: "Downloads", ended: threading.Event) -> None:
     start = time.monotonic()
-    while not ended.wait(_LINE_INTERVAL_S):
+    while not ended.wait(LINE_INTERVAL_S):
         starting = ", ".join(stage.name for stage in health() if stage.state != "ready")
         num_bytes = downloads.num_bytes()
         downloaded = f"; {_size(num_bytes)} downloaded" if num_bytes else ""

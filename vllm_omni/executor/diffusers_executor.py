@@ -6,12 +6,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 from vllm_omni.config.dit_config import DiTConfig
+from vllm_omni.core.urgency import Urgency
 from vllm_omni.diffusion.batched_call import find_joinable
 from vllm_omni.diffusion.job import DiffusionJob, JobEnd, RunningJob
 from vllm_omni.worker.gpu_diffusion_model_runner import DiffusionModelRunner
 from vllm_omni.worker.gpu_diffusion_worker import DiffusionGPUWorker
 
 _DEFAULT_MAX_BATCH_SIZE = 4
+_WITH_CACHE = 2
+"""A long job, and those that pass it: each has a cache, as large as the denoiser's activations."""
 
 
 class DiffusersPipelineExecutor:
@@ -29,9 +32,11 @@ class DiffusersPipelineExecutor:
 
     def __init__(self, model: str, config: DiTConfig, memory: float | int | None = None) -> None:
         """`memory`: its share of an accelerator's memory: a fraction, or bytes; None: all."""
-        # Concurrent jobs at different components would move an offloaded pipeline's components back and forth.
-        is_serial = config.cache_backend is not None or config.offload == "model"
-        self.max_batch_size = config.max_batch_size or (1 if is_serial else _DEFAULT_MAX_BATCH_SIZE)
+        default = _DEFAULT_MAX_BATCH_SIZE if config.cache_backend is None else _WITH_CACHE
+        # Concurrent jobs at different components would move an offloaded pipeline's components back and forth, and
+        # compiled code is made for the one object that holds a cache's state.
+        is_serial = config.offload == "model" or (config.cache_backend is not None and config.compile)
+        self.max_batch_size = config.max_batch_size or (1 if is_serial else default)
         self.on_shape: Callable[[Hashable], None] = lambda shape: None
         self._config, self._memory = config, memory
         self._worker = DiffusionGPUWorker(model, config, memory)
@@ -146,10 +151,15 @@ class DiffusersPipelineExecutor:
                 self._ended.append(end)
 
     def _next_waiting(self) -> DiffusionJob:
-        """The job to start next, in order of arrival: of the request with the fewest running jobs, and, where these are
-        as many, of another one than the last. So one picture does not wait for all outputs of a request before it."""
+        """The job to start next, by priority and in order of arrival: of the request with the fewest running jobs, and,
+        where these are as many, of another one than the last. So one picture does not wait for all outputs of a request
+        before it."""
         num_running = Counter(running.job.request_id for running in self.runner.running)
-        return min(self._waiting, key=lambda job: (num_running[job.request_id], job.request_id == self._last_started))
+
+        def rank(job: DiffusionJob) -> tuple[int, int, bool]:
+            return job.priority, num_running[job.request_id], job.request_id == self._last_started
+
+        return min(self._waiting, key=rank)
 
     @property
     def _max_running(self) -> int:
@@ -170,9 +180,15 @@ class DiffusersPipelineExecutor:
     def _order(self, running: list[RunningJob]) -> list[RunningJob]:
         """The jobs in the order in which they are to be computed.
 
-        A job without a completed step comes first: once it has caught up, all its steps are computed together with the
-        others. Then comes the one with the largest slowdown: a second of waiting is as bad for a picture of one second
-        as a minute is for a video of one minute. So a short job passes a long one, until that has fallen behind as far.
+        Of a priority, a job without a completed step comes first: once it has caught up, all its steps are computed
+        together with the others. Then comes the one with the largest slowdown: a second of waiting is as bad for a
+        picture of one second as a minute is for a video of one minute. So a short job passes a long one, until that has
+        fallen behind as far.
         """
         now = time.monotonic()
-        return sorted(running, key=lambda job: (1, -job.slowdown(now)) if job.has_started else (0, job.num_calls))
+
+        def urgency(job: RunningJob) -> Urgency:
+            behind = -job.slowdown(now) if job.has_started else job.num_calls
+            return Urgency(job.job.priority, job.has_started, behind)
+
+        return sorted(running, key=urgency)

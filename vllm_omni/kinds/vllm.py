@@ -193,7 +193,7 @@ class Transcribing(Autoregressive):
             raise StageConfigError(f"{where}: custom_prompt_func: vLLM makes the prompt of a sound; remove it")
 
     def modules_to_preload(self, model: str) -> set[str]:
-        return {"vllm_omni.stage.engines.transcribing_request"}  # Of vLLM's server, whose process imports it, too.
+        return {"vllm_omni.stage.engines.transcribing_request"}
 
     def make_input_processor(self, model: str) -> None:
         """Its own engine makes the prompt of each clip."""
@@ -201,7 +201,7 @@ class Transcribing(Autoregressive):
     def load_transcription_model(self, model: str) -> "type[SupportsTranscription]":
         from vllm_omni.engine.engine_args import create_config_for_inputs
         from vllm_omni.engine.stage_args import make_engine_args
-        from vllm_omni.engine.transcription import load_transcription_model  # imports vLLM's server and loaders
+        from vllm_omni.engine.transcription import load_transcription_model  # imports vLLM's loaders
 
         engine_args = make_engine_args(self.stage, model, self.engine_type)
         return load_transcription_model(create_config_for_inputs(engine_args).model_config)

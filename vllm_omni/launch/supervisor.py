@@ -27,8 +27,8 @@ from vllm_omni.stage.watchdog import TIMEOUT_OPTION
 
 logger = logging.getLogger("vllm.omni.orchestrator")
 
-_SHUTDOWN_GRACE_S = 10.0
-_END_GRACE_S = 2.0
+SHUTDOWN_GRACE_S = 10.0
+END_GRACE_S = 2.0
 """How long to wait for the end of a process that is ending or was killed."""
 UNRESPONSIVE_S = 10.0
 _LATE_S = 1.0
@@ -185,7 +185,7 @@ class Supervisor:
 
     def _expect_end(self, stage: SupervisedStage) -> None:
         if stage.end_due is None:
-            stage.end_due = time.monotonic() + _END_GRACE_S
+            stage.end_due = time.monotonic() + END_GRACE_S
 
     def stop_all(self) -> None:
         """Tells all stages to stop, waits for some time, and kills those that are left, or cannot read it."""
@@ -195,10 +195,10 @@ class Supervisor:
                 stage.handle.send(ShutdownMessage())
             else:
                 process.kill()
-        left = wait_for_all(list(running), _SHUTDOWN_GRACE_S)
+        left = wait_for_all(list(running), SHUTDOWN_GRACE_S)
         for process in left:
             process.kill()
-        for process in wait_for_all(left, _END_GRACE_S):
+        for process in wait_for_all(left, END_GRACE_S):
             logger.error("%s: process %d was killed, and has not ended yet", running[process].label, process.pid)
         for process in running:
             process.close()

@@ -17,8 +17,10 @@ from typing import Self, TextIO
 from vllm_omni.metrics.logs import handle_import_warnings
 from vllm_omni.vllm_requirement import describe_import
 
-_INTERVAL_S = 0.25
-_PATIENCE_S = 2.0
+INTERVAL_S = 0.25
+"""Between two states of the line."""
+PATIENCE_S = 2.0
+"""Before a wait is announced."""
 _CLEAR = "\r\x1b[K"
 
 
@@ -78,7 +80,7 @@ class StatusLine:
         self._stream.flush()
 
     def _draw_until_closed(self) -> None:
-        while not self._closing.wait(_INTERVAL_S):
+        while not self._closing.wait(INTERVAL_S):
             self._draw()
 
     def _draw(self) -> None:
@@ -100,7 +102,7 @@ def waiting(what: str) -> Iterator[None]:
         with StatusLine(lambda seconds: f"{what} ... {seconds:.0f} s", sys.stderr):
             yield
         return
-    timer = threading.Timer(_PATIENCE_S, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer = threading.Timer(PATIENCE_S, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:

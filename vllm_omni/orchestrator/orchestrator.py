@@ -22,7 +22,7 @@ import zmq
 
 from vllm_omni.config.stage_config import NIXL, ConnectorConfig, OmniStageConfig, PipelineConfig
 from vllm_omni.control import AnyVerb
-from vllm_omni.distributed.connectors import remove_payloads, remove_segments
+from vllm_omni.distributed.connectors import PayloadReceiver, remove_payloads, remove_segments
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.curve import CurveKeys
 from vllm_omni.distributed.inbound import Inbound
@@ -43,7 +43,6 @@ from vllm_omni.distributed.messages import (
     recv_at_orchestrator,
 )
 from vllm_omni.distributed.network import Network, NetworkSpec
-from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.distributed.run_dir import RunDir, orchestrator_address
 from vllm_omni.distributed.wake_up import WakeUp
 from vllm_omni.errors import PipelineClosedError, PipelineStartError, StageStartError

@@ -163,6 +163,7 @@ class RequestRecord:
         retry.request_id = f"{request.request_id}.retry{retry.num_retries}"
         for stage_request in request.stages.values():
             stage_request.request_id = retry.request_id
+            stage_request.sent_s = self._audio_seconds if request.streams else 0.0
         request.more_input.extendleft(reversed(self.sent_input))
         for decoder in request.decoders.values():
             decoder.reset()

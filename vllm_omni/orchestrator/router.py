@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from vllm_omni.config.stage_config import PipelineConfig
+from vllm_omni.distributed.connectors import PayloadReceiver
 from vllm_omni.distributed.messages import (
     ErrorMessage,
     OutputMessage,
@@ -21,7 +22,6 @@ from vllm_omni.distributed.messages import (
     ResultMessage,
     TextsMessage,
 )
-from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import (
     InvalidRequestError,
     RequestAbortedError,

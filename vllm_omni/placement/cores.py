@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from vllm.platforms import current_platform
 
+from vllm_omni.checkpoint_weights import weight_bytes
 from vllm_omni.config.resources import instance_cpus
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.errors import StageConfigError
-from vllm_omni.placement.checkpoint_weights import weight_bytes
 from vllm_omni.placement.spec import StagePlacement
 
 _BYTES_PER_THREAD = 1 << 25
@@ -36,7 +36,7 @@ def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]
     Raises:
         StageConfigError: A core does not exist, or there are too few.
     """
-    allowed = sorted(os.sched_getaffinity(0))
+    allowed, user_decides = sorted(os.sched_getaffinity(0)), "OMP_NUM_THREADS" in os.environ
     requested: _Requested = [(instance, instance_cpus(instance)) for instance in config.instances.values()]
     listed = {core for _, cpus in requested if isinstance(cpus, list) for core in cpus}
     free = [core for core in allowed if core not in listed]
@@ -48,10 +48,11 @@ def place_cores(config: PipelineConfig, model: str) -> dict[int, StagePlacement]
             number = cpus
             cpus, free = free[:number], free[number:]
         if cpus is not None:
-            placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=_num_threads(len(cpus)))
+            threads = None if user_decides else len(cpus)
+            placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=threads)
     others = [instance for instance, cpus in requested if cpus is None]
     cpus = free if placements and free else None
-    if not current_platform.is_cpu() or "OMP_NUM_THREADS" in os.environ:
+    if user_decides or not current_platform.is_cpu():
         return placements | {instance.instance_id: StagePlacement(cpus=cpus) for instance in others}
     for instance, least, most in share_threads(config, model, len(free), others):
         placements[instance.instance_id] = StagePlacement(cpus=cpus, num_threads=least, max_threads=most)
@@ -124,7 +125,3 @@ def _weight_bytes(config: PipelineConfig, model: str, stage: OmniStageConfig) ->
     return weight_bytes(
         checkpoint, stage.name, {other.name for other in config.stage_args if other.checkpoint(model) == checkpoint}
     )
-
-
-def _num_threads(number: int) -> int | None:
-    return None if "OMP_NUM_THREADS" in os.environ else number

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from vllm_omni.config.stage_config import WindowConfig
-from vllm_omni.distributed.connectors import InlineConnector
+from vllm_omni.distributed.connectors import InlineConnector, PayloadSender
 from vllm_omni.distributed.credit import Credit
 from vllm_omni.distributed.messages import (
     ORCHESTRATOR,
@@ -25,7 +25,6 @@ from vllm_omni.distributed.messages import (
     TextsMessage,
 )
 from vllm_omni.distributed.network import Network
-from vllm_omni.distributed.payloads import PayloadSender
 from vllm_omni.distributed.peers import PayloadPeer
 from vllm_omni.outputs import StageOutput, reads_tensors, select_fields
 from vllm_omni.stage.request_state import RequestState

@@ -37,7 +37,8 @@ except Exception as error:
     found = None
 print(json.dumps([list(sys.version_info[:3]), found]))
 """
-_PROBE_S = 60.0
+PROBE_S = 60.0
+"""For an interpreter to answer."""
 _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _PROGRESS = ("Collecting", "Downloading", "Building", "Installing", "Resolved", "Prepared", "Installed", "Creating")
 """How the lines of pip and uv begin that are logged."""
@@ -103,14 +104,14 @@ def _probe(path: str, key: str) -> tuple[tuple[int, ...], str | None]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PROBE_S,
+            timeout=PROBE_S,
             check=False,
             env=_without_ours(),
         )
         version, numpy = json.loads(result.stdout.strip().splitlines()[-1])
         return tuple(version), numpy
     except subprocess.TimeoutExpired as error:
-        raise StageConfigError(f"{key}: {path!r} has not answered within {_PROBE_S:g} s") from error
+        raise StageConfigError(f"{key}: {path!r} has not answered within {PROBE_S:g} s") from error
     except (OSError, ValueError, IndexError, TypeError) as error:
         raise StageConfigError(f"{key}: {path!r} is no Python that runs: {error}") from error
 

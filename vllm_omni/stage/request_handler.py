@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_omni.config.stage_config import WindowConfig
+from vllm_omni.distributed.connectors import PayloadReceiver
 from vllm_omni.distributed.messages import (
     AliveMessage,
     DataMessage,
@@ -23,7 +24,6 @@ from vllm_omni.distributed.messages import (
     StatsMessage,
     SubmitMessage,
 )
-from vllm_omni.distributed.payloads import PayloadReceiver
 from vllm_omni.errors import InvalidRequestError, StageDeadError
 from vllm_omni.inputs import ReplyParsers, StageInput, StageRequest
 from vllm_omni.metrics.memory import device_bytes, resident_bytes

@@ -7,41 +7,18 @@ knows no model and no engine.
 """
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-_INDEX = ".safetensors.index.json"
-_WEIGHTS = (".safetensors", _INDEX)
+from vllm_omni.checkpoint_weights import INDEX, WeightTensors, checkpoint_folder, read_tensors
 
+_WEIGHTS = (".safetensors", INDEX)
 
-@dataclass(frozen=True)
-class _Tensor:
-    """What a file says of a tensor.
-
-    Attributes:
-        dtype: As safetensors writes it: `F32`, `BF16`, `I64`.
-        file: Where it is.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-
-    @property
-    def kind(self) -> str:
-        """`float` for all that a stage converts to its own dtype."""
-        return "float" if self.dtype in ("F64", "F32", "F16", "BF16") else self.dtype
-
-
-_Tensors = dict[str, _Tensor]
 Parts = set[tuple[str, str]]
 """Folders in a checkpoint, and beginnings of the names of tensors in them."""
 
@@ -67,13 +44,11 @@ class WeightFolder:
 
     @cached_property
     def _folder(self) -> Path:
-        if Path(self._checkpoint).is_dir():
-            return Path(self._checkpoint)
-        return Path(snapshot_download(self._checkpoint, revision=self._revision, local_files_only=True))
+        return checkpoint_folder(self._checkpoint, self._revision)
 
     @cached_property
-    def _known(self) -> dict[str, _Tensors]:
-        return _read(self._folder)
+    def _known(self) -> dict[str, WeightTensors]:
+        return read_tensors(self._folder)
 
     def check(self, weights_path: str) -> Parts:
         """
@@ -84,7 +59,7 @@ class WeightFolder:
             ValueError: It does not fit; names the first tensor that is wrong.
         """
         try:
-            new = _read(Path(weights_path))
+            new = read_tensors(Path(weights_path))
         except OSError as error:
             raise ValueError(f"{weights_path}: cannot be read: {error.strerror}") from error
         if not new:
@@ -100,7 +75,7 @@ class WeightFolder:
             raise ValueError(f"{weights_path}: {missing} is missing, which an earlier update has changed")
         return parts
 
-    def _parts(self, folder: str, tensors: _Tensors) -> set[str]:
+    def _parts(self, folder: str, tensors: WeightTensors) -> set[str]:
         """The beginnings of names of which a folder has to have all tensors."""
         is_shared = bool(self._part) and any(name.startswith(self._part) for name in self._known.get(folder, ()))
         return {name.partition(".")[0] + "." for name in tensors} if is_shared else {""}
@@ -111,7 +86,7 @@ class WeightFolder:
 
         It is made of links, and removed afterwards.
         """
-        new = _read(Path(weights_path))
+        new = read_tensors(Path(weights_path))
         with tempfile.TemporaryDirectory(prefix="weights-") as made:
             for file in self._folder.rglob("*"):
                 place = file.relative_to(self._folder)
@@ -122,7 +97,7 @@ class WeightFolder:
                 self._link(folder, tensors, Path(made, folder))
             yield Path(made)
 
-    def _link(self, folder: str, tensors: _Tensors, made: Path) -> None:
+    def _link(self, folder: str, tensors: WeightTensors, made: Path) -> None:
         made.mkdir(parents=True, exist_ok=True)
         known = self._known[folder]
         before, files = {tensor.file for tensor in known.values()}, {tensor.file for tensor in tensors.values()}
@@ -130,7 +105,7 @@ class WeightFolder:
         if parts == ("",) and len(before) == len(files) == 1:  # Libraries look for the name.
             (made / before.pop().name).symlink_to(files.pop().resolve())
             return
-        indices = [] if any(parts) else next(iter(files)).parent.glob(f"*{_INDEX}")  # None has what is unchanged.
+        indices = [] if any(parts) else next(iter(files)).parent.glob(f"*{INDEX}")  # None has what is unchanged.
         for file in (*files, *indices):
             (made / file.name).symlink_to(file.resolve())
         for file in before:
@@ -140,43 +115,11 @@ class WeightFolder:
                     save_file({name: opened.get_tensor(name) for name in kept}, made / f"unchanged-{file.name}")
 
 
-def _read(root: Path) -> dict[str, _Tensors]:
-    """The tensors of each folder in `root`, by name; `root` itself is the folder ``.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
-    found: dict[str, _Tensors] = {}
-    for file in sorted(root.rglob("*.safetensors")):
-        if file not in _indexed(file.parent):
-            continue
-        tensors = found.setdefault(_name(file.parent.relative_to(root)), {})
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    part = opened.get_slice(name)
-                    tensors[name] = _Tensor(tuple(part.get_shape()), part.get_dtype(), file)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: is damaged: {error}") from error
-    return found
-
-
-def _indexed(folder: Path) -> set[Path]:
-    """The weight files of a folder: of its index if it has one, as some have the same weights in other files, too."""
-    indices = sorted(folder.glob(f"*{_INDEX}"))
-    if not indices:
-        return set(folder.glob("*.safetensors"))
-    try:
-        return {folder / name for index in indices for name in json.loads(index.read_text())["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{indices[0]}: is damaged: {error}") from error
-
-
 def _name(folder: Path) -> str:
     return "" if folder == Path() else str(folder)
 
 
-def _compare(known: _Tensors, new: _Tensors, parts: set[str], where: Path) -> None:
+def _compare(known: WeightTensors, new: WeightTensors, parts: set[str], where: Path) -> None:
     """
     Raises:
         ValueError: Names the first tensor, by name, that is missing, unknown or of another shape or kind.

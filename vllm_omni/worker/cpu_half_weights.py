@@ -22,6 +22,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_omni.worker.half_table import as_half, replace_parameters
+
 _ENGINES = ("x86", "fbgemm")
 _TOLERANCE = 2.0**-25
 """Half of the smallest float16: values of bfloat16 below 1e-5 are rounded by at most this, all others are exact."""
@@ -34,6 +36,8 @@ class CPUHalfWeights(CPUModelRunner):
         if self.vllm_config.quant_config is None and _is_useful(self.vllm_config):
             self.vllm_config.quant_config = HalfWeightsConfig()
         super().load_model(*args, **kwargs)
+        if self.vllm_config.compilation_config.mode == CompilationMode.NONE:
+            _halve_tables(self.model)
 
 
 class HalfWeightsConfig(QuantizationConfig):
@@ -85,16 +89,44 @@ class HalfEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight: Any = layer.weight
-        if not hasattr(weight, "pack_once"):
+        if not hasattr(weight, "packed_once"):
             if not can_pack(layer):
                 super().process_weights_after_loading(layer)
                 return
-            # Of the same memory, without a reference to itself.
-            prepack = functools.partial(torch.ops.quantized.linear_prepack_fp16, weight.detach(), None)
-            weight.pack_once = functools.cache(prepack)
-        layer.cpu_linear = functools.partial(_multiply, weight.pack_once)  # type: ignore[assignment]
+            weight.packed_once = _PackedOnce(weight.detach())  # Of the same memory, without a reference to itself.
+        layer.cpu_linear = functools.partial(_multiply, weight.packed_once)  # type: ignore[assignment]
         if isinstance(layer, ParallelLMHead):
-            weight.pack_once()
+            weight.packed_once()
+
+
+class _PackedOnce:
+    """Packed weights, which the first call makes.
+
+    Attributes:
+        source: What they are made of; None afterwards.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source: torch.Tensor | None = source
+        self._packed: Any = None
+
+    def __call__(self) -> Any:
+        if self.source is not None:
+            self._packed = torch.ops.quantized.linear_prepack_fp16(self.source.float(), None)
+            self.source = None
+        return self._packed
+
+
+def _halve_tables(model: nn.Module) -> None:
+    """Has the weights of embeddings and heads, which are packed or will be, take half of their memory."""
+    tables: dict[torch.Tensor, torch.Tensor] = {}
+    for weight in model.parameters():
+        packed: _PackedOnce | None = getattr(weight, "packed_once", None)
+        if packed is not None and (half := as_half(weight)) is not None:
+            tables[weight] = half
+            if packed.source is not None:
+                packed.source = half
+    replace_parameters(model, tables)
 
 
 def can_pack(layer: Any) -> bool:

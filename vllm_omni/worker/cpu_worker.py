@@ -24,8 +24,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_omni.errors import StageConfigError
 from vllm_omni.vllm_versions import CPULoRARunner
+from vllm_omni.worker.cpu_graphs import CPUGraphs
 from vllm_omni.worker.cpu_int8_weights import CPUInt8Weights
 from vllm_omni.worker.cpu_kernels import use_cpu_kernels
+from vllm_omni.worker.cpu_sampler import CPUSampler
 from vllm_omni.worker.feedback_ar_model_runner import FeedbackARModelRunner
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunner
@@ -92,11 +94,11 @@ class UnwrittenZeros(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUInt8Weights, CPUKVCache):
+class CPUARModelRunner(GPUARModelRunner, CPUIdleGenerators, CPULoRA, CPUGraphs, CPUInt8Weights, CPUKVCache, CPUSampler):
     pass
 
 
-class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUInt8Weights, CPUKVCache):
+class CPUFeedbackARModelRunner(FeedbackARModelRunner, CPUIdleGenerators, CPUInt8Weights, CPUKVCache, CPUSampler):
     pass
 
 

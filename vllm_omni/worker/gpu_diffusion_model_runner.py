@@ -17,6 +17,7 @@ from PIL import Image
 
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.diffusion.batched_call import ModuleCall
+from vllm_omni.diffusion.cache_state import Caches
 from vllm_omni.diffusion.job import Adapter, DiffusionJob, JobEnd, Progress, RunningJob
 from vllm_omni.diffusion.lora import AdapterManager
 from vllm_omni.diffusion.media_inputs import call_parameters
@@ -33,7 +34,6 @@ from vllm_omni.diffusion.pipeline_call import (
     set_execution_device,
 )
 from vllm_omni.diffusion.pipeline_info import ANY_NUM_FRAMES, SOUND_FIELD, VAE_CHANNELS, check_num_frames
-from vllm_omni.diffusion.pipeline_settings import follow
 from vllm_omni.diffusion.preview import check_previews, estimate_clean, make_preview
 from vllm_omni.diffusion.prompt_cache import PromptCache
 from vllm_omni.diffusion.trajectory import StepHook, TrajectoryRecorder, hook_steps
@@ -82,6 +82,7 @@ class DiffusionModelRunner:
         set_dtypes(pipe)
         self.sample_rate = _find_sample_rate(pipe)
         self.prompt_cache = PromptCache(config.prompt_cache_bytes)
+        self._caches = None if config.cache_backend is None else Caches(pipe)
 
     @property
     def networks(self) -> list[torch.nn.Module]:
@@ -111,7 +112,7 @@ class DiffusionModelRunner:
             self.activate(job.adapter)
             if gate_modules(self._pipe):
                 self._state = None
-            running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class)))
+            running = RunningJob(job, PipelineCall(self._pipe_for(job.pipeline_class), self._caches))
             arguments = self._prepare(running)
         except torch.AcceleratorError:
             raise
@@ -187,8 +188,6 @@ class DiffusionModelRunner:
         check_size(pipe, arguments)
         if job.preview_every:
             check_previews(pipe)
-        if self._config.cache_backend is not None:
-            follow(pipe)
         if isinstance(pipe, ModularCall):
             pipe.on_value = lambda name, value: self._on_value(running, name, value)
             pipe.on_step = self._watch_steps(running)

@@ -113,7 +113,7 @@ class DiffusionGPUWorker:
 
     def max_batch_size(self, call: ModuleCall) -> int:
         """How many calls like this one can be computed as one, as far as known."""
-        if call.function in self._apart:
+        if call.function in self._apart or self._config.cache_backend is not None:  # A cache is of all rows.
             return 1
         return min(self._limits.get(key, sys.maxsize) for key in (call.function, call.layout))
 

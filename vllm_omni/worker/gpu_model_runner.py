@@ -296,6 +296,7 @@ class SuppressingSampler(Sampler):
             suppressed: `[vocab]` bool, on the device of the logits.
         """
         super().__init__(sampler.logprobs_mode, sampler.use_fp64_gumbel)
+        self.apply_penalties = sampler.apply_penalties  # type: ignore[method-assign]
         self._suppressed = suppressed
 
     def apply_logits_processors(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

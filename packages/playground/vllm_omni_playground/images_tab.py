@@ -3,6 +3,7 @@
 
 import base64
 import io
+import operator
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from vllm_omni_playground.client import FAILURES, Description, Server
 from vllm_omni_playground.examples import IMAGES
 from vllm_omni_playground.last_request import LastRequest
 from vllm_omni_playground.sampling import SamplingFields
-from vllm_omni_playground.stop_button import connect_stop, enable_at
+from vllm_omni_playground.stop_button import SILENT, Ending, connect_stop, enable_at
 
 _MAX_IMAGES = 4
 _NUM_PREVIEWS = 3
@@ -54,17 +55,29 @@ class ImagesTab:
                     elem_id="images-gallery",
                     buttons=["download"],
                 )
-        inputs = [last, prompt, files, negative, number, *self._sampling.components]
+        ending = gr.State(Ending())
+        inputs = [last, ending, prompt, files, negative, number, *self._sampling.components]
         enable_at(stop, [generate.click])
         generating = generate.click(self._generate, inputs, [gallery, state], api_visibility="private")
         connect_stop(stop, [generating], lambda: "Stopped.", [state])
+        # An update that was on its way when it was stopped has replaced that.
+        generating.then(operator.attrgetter("text"), ending, state, **SILENT)
 
     async def _generate(
-        self, last: LastRequest, prompt: str, files: list[str] | None, negative: str, number: float, *sampling: str
+        self,
+        last: LastRequest,
+        ending: Ending,
+        prompt: str,
+        files: list[str] | None,
+        negative: str,
+        number: float,
+        *sampling: str,
     ) -> AsyncIterator[tuple[Any, str]]:
         settings = self._sampling.as_fields(sampling, negative)
+        ending.text = "Stopped."
         yield [], "Waiting ..."
         images: dict[int, Image.Image] = {}
+        state = ""
         num_complete = 0
         try:
             given = [Path(path) for path in files or []]
@@ -75,8 +88,9 @@ class ImagesTab:
                         images[event.index] = _read(event.b64_json)
                         state = f"{num_complete} of {int(number)} complete" if num_complete else "A preview"
                         yield [images[index] for index in sorted(images)], state
+            ending.text = state
         except FAILURES as error:
-            yield gr.skip(), f"⚠️ {self._server.explain(error)}"
+            ending.text = f"⚠️ {self._server.explain(error)}"
 
     async def _request(
         self, prompt: str, files: list[Path], number: int, settings: dict[str, Any], headers: dict[str, str]

@@ -2,6 +2,7 @@
 """A button that ends what runs, and is enabled only while something does."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -10,6 +11,13 @@ from gradio.events import Dependency
 ENABLED, DISABLED = ({"interactive": value, "__type__": "update"} for value in (True, False))
 SILENT: Any = {"show_progress": "hidden", "api_visibility": "private"}
 """Options of a listener. It is queued: addresses of files in an answer that is not lack the path of the page."""
+
+
+@dataclass
+class Ending:
+    """What one visitor's tab says of a run that has ended. A run begins with what says that it was stopped."""
+
+    text: str = ""
 
 
 def enable_at(stop: gr.Button, triggers: Sequence[Any]) -> None:

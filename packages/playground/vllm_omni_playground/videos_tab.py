@@ -2,6 +2,7 @@
 """The tab for videos: `/v1/videos`, a job with progress."""
 
 import asyncio
+import operator
 from collections.abc import AsyncIterator
 from html import escape
 from pathlib import Path
@@ -15,7 +16,7 @@ from vllm_omni_playground.client import FAILURES, Description, Server
 from vllm_omni_playground.examples import VIDEOS
 from vllm_omni_playground.last_request import LastRequest
 from vllm_omni_playground.sampling import SamplingFields
-from vllm_omni_playground.stop_button import connect_stop, enable_at
+from vllm_omni_playground.stop_button import SILENT, Ending, connect_stop, enable_at
 
 _POLL_S = 0.5
 _STATE_CSS = """
@@ -49,17 +50,21 @@ class VideosTab:
             with gr.Column():
                 state = gr.HTML(css_template=_STATE_CSS, elem_id="videos-state")
                 self._video = gr.Video(label="Video", elem_id="videos-video", autoplay=True, buttons=["download"])
-        inputs = [last, prompt, image, negative, *self._sampling.components]
+        ending = gr.State(Ending())
+        inputs = [last, ending, prompt, image, negative, *self._sampling.components]
         enable_at(stop, [generate.click])
         generating = generate.click(
             self._generate, inputs, [self._video, state], show_progress_on=self._video, api_visibility="private"
         )
         connect_stop(stop, [generating], lambda: _state("Stopped."), [state])
+        # An update that was on its way when it was stopped has replaced that.
+        generating.then(operator.attrgetter("text"), ending, state, **SILENT)
 
     async def _generate(
-        self, last: LastRequest, prompt: str, image: str | None, negative: str, *sampling: str
+        self, last: LastRequest, ending: Ending, prompt: str, image: str | None, negative: str, *sampling: str
     ) -> AsyncIterator[tuple[Any, str]]:
         settings = self._sampling.as_fields(sampling, negative)
+        ending.text = _state("Stopped.")
         yield None, _state("Waiting ...", 0)
         reference: dict[str, Any] = {} if image is None else {"input_reference": Path(image)}
         videos = self._server.openai.videos
@@ -73,13 +78,14 @@ class VideosTab:
                     await asyncio.sleep(_POLL_S)  # A job has no events.
                     video = await videos.retrieve(video.id)
             if video.error is not None:
-                yield gr.skip(), _state(f"⚠️ The video failed: {video.error.message}")
+                ending.text = _state(f"⚠️ The video failed: {video.error.message}")
             else:
                 content = await videos.download_content(video.id)
                 file = save_bytes_to_cache(await content.aread(), "video.mp4", self._video.GRADIO_CACHE)
-                yield file, _state("Complete")
+                ending.text = _state("Complete")
+                yield file, ending.text
         except FAILURES as error:
-            yield gr.skip(), _state(f"⚠️ {self._server.explain(error)}")
+            ending.text = _state(f"⚠️ {self._server.explain(error)}")
         finally:
             if video is not None and video.status in ("queued", "in_progress"):
                 await self._abort(video.id)

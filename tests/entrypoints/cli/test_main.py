@@ -133,7 +133,7 @@ def test_vllm_itself_hands_omni_to_us():
 
 
 def test_a_command_that_imports_vllm_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(status_line, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(status_line, "PATIENCE_S", 0.0)
     printed = threading.Event()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False, write=sys.stderr.write, flush=printed.set))
     with cli._importing_vllm():

@@ -30,7 +30,7 @@ def test_commands_say_what_a_stage_runs_in(run: Any, tmp_path: Path) -> None:
         f"# runs in: Python {'.'.join(map(str, sys.version_info[:3]))} with numpy {np.__version__} ({sys.executable})"
     )
     assert shown in result.out and f"python: {sys.executable}" in result.out
-    _, findings = check_model(["speech", *flags], Platform("cpu", []))
+    *_, findings = check_model(["speech", *flags], Platform("cpu", []))
     (found,) = (finding for finding in findings if finding.subject == "python")
     assert found.message == f"stage 1 (own): {shown.removeprefix('# runs in: ')}"
 
@@ -39,7 +39,7 @@ def test_a_python_that_is_not_there_is_refused_before_anything_starts(run: Any, 
     stages = str(write_stages(tmp_path, python="/nothing"))
     result = run("config", "show", "speech", "--stage-configs-path", stages)
     assert result.code and "stage 1 (own): runtime.python: '/nothing' is no program on this machine" in result.err
-    _, (found,) = check_model(["speech", "--stage-configs-path", stages], Platform("cpu", []))
+    *_, (found,) = check_model(["speech", "--stage-configs-path", stages], Platform("cpu", []))
     assert found.level == "FAIL" and "'/nothing' is no program" in found.message
 
 

@@ -16,6 +16,7 @@ import openai
 from fastapi import FastAPI
 from PIL import Image
 from vllm import envs
+from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand
@@ -25,6 +26,7 @@ from vllm_omni.entrypoints.openai.media_input import install
 
 Result = TypeVar("Result")
 MODEL = "tiny"
+TOOL_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 
 
 @contextmanager
@@ -38,10 +40,17 @@ def serving(model: Path, **arguments: Any) -> Iterator[FastAPI]:
         yield asyncio.run(build_omni_app(OmniEngineClient(llm), args))
 
 
-def app_of(client: OmniEngineClient, model: Path) -> FastAPI:
+def app_of(client: OmniEngineClient, model: Path, *flags: str) -> FastAPI:
     """The application of a pipeline that runs already."""
     envs.disable_envs_cache()  # as above
-    return asyncio.run(build_omni_app(client, server_args(model)))
+    return asyncio.run(build_omni_app(client, server_args(model, *flags)))
+
+
+def app_that_writes(llm: AsyncOmniLLM, model: Path, text: str, *flags: str) -> FastAPI:
+    """The application of a pipeline whose model can write only this, with calls of tools."""
+    client = OmniEngineClient(llm)
+    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[text])
+    return app_of(client, model, *TOOL_FLAGS, *flags)
 
 
 def server_args(model: Path | str, *flags: str) -> Namespace:
@@ -50,8 +59,7 @@ def server_args(model: Path | str, *flags: str) -> Namespace:
 
 def with_flags(app: FastAPI, *flags: str) -> FastAPI:
     """Another application for the same pipeline."""
-    client = app.state.engine_client
-    return asyncio.run(build_omni_app(client, server_args(app.state.args.model, *flags)))
+    return app_of(app.state.engine_client, app.state.args.model, *flags)
 
 
 def use(app: FastAPI, main: Callable[[openai.AsyncOpenAI], Awaitable[Result]]) -> Result:

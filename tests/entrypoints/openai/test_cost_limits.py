@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars and sequences of a request are limited, a wrong grammar is the client's error; the next request works."""
 
-import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from tests.entrypoints.openai.media_apps import server_args
+from tests.entrypoints.openai.media_apps import TOOL_FLAGS, with_flags
 from tests.entrypoints.openai.small_apps import send
-from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "llm"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.0, "max_tokens": 8}
@@ -74,16 +69,13 @@ def test_completions_are_limited_too(text_app: FastAPI) -> None:
         assert flag in error_of(send(text_app, "POST", "/v1/completions", json={**body, **fields}))["message"]
 
 
-def test_the_limits_are_flags(text_async_llm: AsyncOmniLLM, tiny_qwen3: Path) -> None:
-    def with_flags(*flags: str) -> FastAPI:
-        return asyncio.run(build_omni_app(OmniEngineClient(text_async_llm), server_args(tiny_qwen3, *flags)))
-
-    small = with_flags("--max-grammar-values", "2", "--max-n", "1")
+def test_the_limits_are_flags(text_app: FastAPI) -> None:
+    small = with_flags(text_app, "--max-grammar-values", "2", "--max-n", "1")
     assert "more than 2 values" in error_of(chat(small, structured_outputs={"choice": ["a", "b", "c"]}))["message"]
     assert error_of(chat(small, n=2, temperature=1.0))["param"] == "n"
-    tools = with_flags("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    tools = with_flags(text_app, *TOOL_FLAGS)
     assert "--max-grammar-" in error_of(chat(tools, tools=TOOLS, tool_choice="required"))["message"]
-    large = with_flags("--max-grammar-values", "10000")
+    large = with_flags(text_app, "--max-grammar-values", "10000")
     answer = chat(large, structured_outputs={"choice": [f"x{word}" for word in WORDS]})
     assert answer.json()["choices"][0]["message"]["content"][1:] in WORDS, answer.text
 

@@ -13,13 +13,11 @@ import openai
 import pytest
 from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
-from vllm import envs
 
 from tests.entrypoints.adapters import write_adapter
-from tests.entrypoints.openai.media_apps import MODEL, send, server_args, use
+from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
 from tests.orchestrator.pipelines import fresh_stats
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.testing.tiny.diffusion_lora import write_tiny_diffusion_lora
 from vllm_omni.testing.tiny_checkpoints import write_tiny_checkpoint
@@ -30,9 +28,8 @@ NUM_TOKENS = 8
 
 def development_app(client: OmniEngineClient, model: Path) -> Iterator[FastAPI]:
     """The application in vLLM's development mode, where adapters may be loaded."""
-    envs.disable_envs_cache()
     with mock.patch.dict(os.environ, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"):
-        yield asyncio.run(build_omni_app(client, server_args(model)))
+        yield app_of(client, model)
 
 
 @pytest.fixture(scope="module")

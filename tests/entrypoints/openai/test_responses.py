@@ -15,6 +15,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import numpy as np
 import openai
 import pytest
 from fastapi import FastAPI
@@ -22,8 +23,9 @@ from fastapi import FastAPI
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.openai.fake_server import AppRequest
 from tests.entrypoints.openai.media_apps import MODEL, app_of, send, use
-from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, png
-from vllm_omni import AsyncOmniLLM
+from tests.entrypoints.openai.test_openai_client import GREEDY as STAGES
+from tests.entrypoints.openai.test_openai_client import audio_file, data_uri, png, read, samples_of
+from vllm_omni import AsyncOmniLLM, OmniLLM
 from vllm_omni.entrypoints.openai import responses
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.json_body import num_bytes
@@ -62,6 +64,17 @@ def _limited(fields: dict[str, Any]) -> dict[str, Any]:
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def test_a_chat_is_answered_as_by_the_pipeline_without_a_server(app: FastAPI, talking_llm: OmniLLM) -> None:
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    written, spoken = talking_llm.generate(prompt, STAGES, use_tqdm=False)
+    fields: Any = {"modalities": ["text", "audio"], "extra_body": {"sampling_params_list": STAGES}}
+    ask = [user(QUESTION)]
+    answer = read(use(app, lambda client: client.chat.completions.create(model=MODEL, messages=ask, **fields)))
+    assert answer.text == answer.transcript == written.outputs[0].text
+    exact = spoken.multimodal_output["audio"].numpy()
+    assert np.abs(samples_of(answer.speech) / 32768 - exact).max() < 2 / 32768
 
 
 class TestResponses:

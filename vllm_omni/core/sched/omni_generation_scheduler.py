@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni.core.sched.omni_scheduler_mixin import OmniSchedulerMixin
 from vllm_omni.core.sched.output import OmniRequest, OmniSchedulerOutput
+from vllm_omni.core.urgency import Urgency
 
 
 class OmniGenerationScheduler(OmniSchedulerMixin):
@@ -27,11 +28,12 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
 
     Attributes:
         batch_tokens: Tokens of a step, unless its first prompt alone has more. By default as many as fit into it.
+        max_prompt_tokens: Requests with longer prompts are refused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.batch_tokens = self._max_prompt_tokens = self.max_num_scheduled_tokens
+        self.batch_tokens = self.max_prompt_tokens = self.max_num_scheduled_tokens
         self.policy = SchedulingPolicy.FCFS  # The order of the queue is that of `_order_requests`.
         self.waiting = create_request_queue(self.policy)
         self._unschedulable: list[str] = []
@@ -39,7 +41,7 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if request.num_prompt_tokens > self._max_prompt_tokens:
+        if request.num_prompt_tokens > self.max_prompt_tokens:
             self._unschedulable.append(request.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> OmniSchedulerOutput:
@@ -89,9 +91,8 @@ class OmniGenerationScheduler(OmniSchedulerMixin):
         self._refused = []
 
 
-def _urgency(request: Request) -> tuple[int, bool, float]:
-    """The key of the order: least first."""
+def _urgency(request: Request) -> Urgency:
     window = request.window if isinstance(request, OmniRequest) else None
     if window is None:
-        return request.priority, False, request.arrival_time
-    return request.priority, not (window.streams and window.is_first), window.due
+        return Urgency(request.priority, False, request.arrival_time)
+    return Urgency(request.priority, not (window.streams and window.is_first), window.due)

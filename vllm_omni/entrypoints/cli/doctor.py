@@ -104,13 +104,12 @@ def _check_all(arguments: list[str], devices: tuple[int, ...] | None) -> Iterato
     shares: Mapping[str, int | str] = {}
     if arguments and platform is not None:
         with handle_import_warnings(), waiting(describe_import()):
-            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed, threads_of_stages
+            from vllm_omni.entrypoints.cli.doctor_memory import check_model, shared_memory_needed
         with waiting(f"computing the memory of {arguments[0]}"):
-            config, findings = check_model(arguments, platform, devices)
+            config, shares, findings = check_model(arguments, platform, devices)
         yield from findings
         if config is not None:
             num_processes, shared_memory = len(config.instances), shared_memory_needed(config)
-            shares = {} if devices is not None else threads_of_stages(config, arguments[0])
     elif arguments:
         yield Finding("WARN", "configuration", f"{arguments[0]} is not checked: that needs a working vLLM")
     yield from check_shared_memory(shared_memory)

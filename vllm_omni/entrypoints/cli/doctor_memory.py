@@ -14,7 +14,7 @@ from vllm.config import CacheConfig
 
 from vllm_omni.config.resources import instance_devices, parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
-from vllm_omni.config.utils import find_checkpoint, shipped_variants
+from vllm_omni.config.utils import shipped_variants
 from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
 from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
@@ -229,23 +229,30 @@ def _gib(size: float) -> str:
 
 def check_model(
     arguments: list[str], platform: Platform, devices: tuple[int, ...] | None = None
-) -> tuple[PipelineConfig | None, list[Finding]]:
+) -> tuple[PipelineConfig | None, dict[str, int | str], list[Finding]]:
     """
     Args:
         arguments: The words after `vllm serve`.
         devices: Bytes of memory of each GPU of the machine that the pipeline would run on; None: this machine.
+
+    Returns:
+        The pipeline, if it has one; the threads of each replica on this machine, by its name, of those for which torch
+        does not decide; what was found.
     """
     read: ReadPipeline
+    threads: dict[str, int | str] = {}
     try:
         args = make_omni_args(OmniServeCommand().parse(arguments))
         if devices is None:
             read = resolved = resolve_pipeline(args)
-            place_cores(resolved.config, args.model)
+            instances = resolved.config.instances
+            placements = sorted(place_cores(resolved.config, args.model).items())
+            threads = {instances[key].name: found.threads for key, found in placements if found.threads is not None}
             stage_devices(resolved.config)
         else:
             read = read_pipeline(args)
     except (StageConfigError, UsageError) as error:
-        return None, [Finding("FAIL", "configuration", str(error))]
+        return None, {}, [Finding("FAIL", "configuration", str(error))]
     names = ", ".join(f"{stage.name} ({stage.kind.name})" for stage in read.with_arguments.stage_args)
     findings = [Finding("OK", "configuration", f"stages {names}")]
     if devices is None:
@@ -262,14 +269,7 @@ def check_model(
     else:
         findings += _check_cpu(planner)
         findings += _show_machines(planner, read, arguments)
-    return read.with_checkpoints, findings
-
-
-def threads_of_stages(config: PipelineConfig, model: str) -> dict[str, int | str]:
-    """Threads of each replica on this machine, by its name; of those for which torch decides there are none."""
-    placements = place_cores(config, find_checkpoint(model))
-    names = {key: instance.name for key, instance in config.instances.items()}
-    return {names[key]: found.threads for key, found in sorted(placements.items()) if found.threads is not None}
+    return read.with_checkpoints, threads, findings
 
 
 def shared_memory_needed(config: PipelineConfig) -> int:

@@ -26,6 +26,7 @@ from vllm.utils.counter import AtomicCounter
 
 from vllm_omni.config.stage_config import OmniStageConfig
 from vllm_omni.control import DEFAULT_WEIGHT_VERSION
+from vllm_omni.engine.chat_template import text_chat_template
 from vllm_omni.entrypoints.openai import (
     chat,
     custom_voices,
@@ -195,6 +196,8 @@ def _add_playground(app: FastAPI, args: Namespace) -> None:
 async def _init_text_state(
     state: State, client: OmniEngineClient, args: Namespace, default_modalities: Sequence[str]
 ) -> None:
+    if args.chat_template is None:
+        args.chat_template = text_chat_template(client.model_config)
     await init_app_state(client, state, args, await client.get_supported_tasks())
     own_chat = state.openai_serving_chat = chat.OmniServingChat.from_vllm(
         state.openai_serving_chat, default_modalities=default_modalities, parsers=_reply_parsers(args, client)

@@ -153,11 +153,9 @@ def returned_error(
     return create_error_response(message, err_type, status_code, param)
 
 
-def error_response(
-    message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None, parameter: str | None = None
-) -> JSONResponse:
+def error_response(message: str, status: HTTPStatus, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The answer with an error in vLLM's form."""
-    return JSONResponse(_error(message, status, parameter).model_dump(), status.value, headers)
+    return JSONResponse(_error(message, status).model_dump(), status.value, headers)
 
 
 def _error(message: str, status: HTTPStatus, parameter: str | None = None) -> ErrorResponse:

@@ -8,7 +8,6 @@ import fcntl
 import logging
 import struct
 import termios
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -51,31 +50,29 @@ def web_socket_protocol(send_timeout_s: float, min_rate: int = 0) -> type[asynci
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if (count := self._count_arriving()) is None:
-                return
             if self.queue.empty():
-                self.num_arriving = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+                num_arriving = len(self.conn.reader.buffer) + sum(map(len, self.frames))
             else:
-                self.num_arriving += len(data)
+                num_arriving = self.num_arriving + len(data)
             try:
-                count(self.num_arriving)
+                self._count(num_arriving)
             except Exception as error:
                 logger.warning("the connection of a realtime client is closed: %s", error)
                 self.transport.abort()
                 self.frames.clear()
-                self.num_arriving = 0
-                count(0)  # Now: the client's other sessions are not to be refused for it.
+                self._count(0)  # Now: the client's other sessions are not to be refused for it.
 
         async def receive(self) -> Any:
             message = await super().receive()
-            if self.queue.empty() and (count := self._count_arriving()) is not None:
-                self.num_arriving = 0
-                count(0)
+            if self.queue.empty():
+                self._count(0)
             return message
 
-        def _count_arriving(self) -> Callable[[int], None] | None:
+        def _count(self, num_arriving: int) -> None:
             context: RequestContext | None = getattr(self, "scope", {}).get(SCOPE_KEY)
-            return None if context is None else context.count_arriving
+            if context is not None and context.count_arriving is not None:
+                self.num_arriving = num_arriving
+                context.count_arriving(num_arriving)
 
         def handle_ping(self) -> None:
             """Drops the answer while others wait: a client that reads none would have them all kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -58,22 +59,15 @@ class OmniServingMessages(OmniServing, MessagesHandler):
         Raises:
             OmniHTTPError: The model wrote arguments that are not the beginning of a JSON object.
         """
+        with suppress(json.JSONDecodeError):
+            return super().messages_full_converter(generator)
         choice = generator.choices[0]
-        cut_calls = [call.function for call in choice.message.tool_calls if not _is_json(call.function.arguments)]
-        for function in cut_calls:
-            function.arguments = _complete(function.name, function.arguments)
+        for call in choice.message.tool_calls:
+            call.function.arguments = _complete(call.function.name, call.function.arguments)
         answer = super().messages_full_converter(generator)
-        if cut_calls and isinstance(choice.stop_reason, str):
+        if isinstance(choice.stop_reason, str):
             answer.stop_reason, answer.stop_sequence = "stop_sequence", choice.stop_reason
         return answer
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _complete(name: str, arguments: str) -> str:

@@ -232,6 +232,7 @@ class DiffusionStageEngine(StageEngine):
                 trajectory_bytes=max_bytes if params.return_trajectory else None,
                 encoded_prompts=encoded_prompts,
                 on_progress=partial(self._on_progress, item.request_id),
+                priority=item.request.priority,
             )
             for index, seed in enumerate(diffusion.seeds[:1] if self._config.part == "encoder" else diffusion.seeds)
         ]

@@ -20,6 +20,7 @@ import torch
 from vllm_omni.config.loader import resolve_dotted_path
 from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import convert
+from vllm_omni.core.urgency import Urgency
 from vllm_omni.errors import InvalidRequestError
 from vllm_omni.function_stage import FunctionStage
 from vllm_omni.inputs import StageRequest
@@ -36,6 +37,7 @@ from vllm_omni.stage.engines.base import (
     Stream,
     StreamChunk,
 )
+from vllm_omni.stage.engines.playback import Playback, PlayingTime, playing_s
 from vllm_omni.stage.watchdog import StepTimer
 
 logger = get_logger(__name__)
@@ -126,30 +128,37 @@ class _Run:
         is_busy: A call for it runs.
         has_begun: It has a `state`, which has not been released.
         aborted: Read between two pieces.
+        streams: Its output is read while it is made.
+        playback: Of its client, if it has one.
+        new_s: Seconds that the output of its last call plays.
     """
 
     request: StageRequest
     windows: deque[WorkItem]
+    playback: Playback
+    streams: bool = False
     is_busy: bool = False
     has_begun: bool = False
     aborted: threading.Event = field(default_factory=threading.Event)
     state: Any = None
+    new_s: float = 0.0
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The lowest is next: a release; then the first window of a stream, since a client waits for it."""
+    def rank(self, playing_time: PlayingTime) -> tuple[bool, Urgency]:
+        """The least is next: a release, then the most urgent window."""
         if self.aborted.is_set():
-            return 0, 0
-        first = self.windows[0]
-        is_urgent = isinstance(first, NewRequest) and (first.streams_output or not first.is_last)
-        return 1 if is_urgent else 2, self.request.priority
+            return False, Urgency(0, False, 0.0)
+        first, due = self.windows[0], self.playback.until
+        if not self.streams:  # Nobody plays it: it is due when it could have been played.
+            due += playing_time.estimate(_size_of(first))
+        is_first = isinstance(first, NewRequest) and (self.streams or not first.is_last)
+        return True, Urgency(self.request.priority, not is_first, due)
 
     def next_call(self) -> "_Call":
-        self.is_busy = True
+        self.is_busy, self.new_s = True, 0.0
         return _Call(self, None if self.aborted.is_set() else self.windows.popleft())
 
 
@@ -182,6 +191,7 @@ class FunctionStageEngine(StageEngine):
         # Of a plain function: those to compute, and the next ones.
         self.capacity = 2 * self._batch_size if self._plain is not None else _REQUESTS_PER_THREAD * num_threads
         self._stage_id = function.stage.stage_id
+        self._playing_time = PlayingTime()
         self._timers = [StepTimer() for _ in range(num_threads)]
         self._num_idle = max(1, num_threads)
         self._runs: dict[str, _Run] = {}
@@ -222,7 +232,7 @@ class FunctionStageEngine(StageEngine):
 
     def step(self) -> None:
         """Makes the next call, or passes it to an idle thread."""
-        self._ready.sort(key=lambda run: run.rank)
+        self._ready.sort(key=lambda run: run.rank(self._playing_time))
         calls = [run.next_call() for run in self._ready[: self._batch_size]]
         del self._ready[: self._batch_size]
         self._num_idle -= 1
@@ -233,7 +243,8 @@ class FunctionStageEngine(StageEngine):
 
     def _take_in(self, item: RequestItem) -> None:
         if isinstance(item, NewRequest):
-            self._runs[item.request_id] = _Run(item.request, deque())
+            playback = Playback(time.monotonic(), item.request.sent_s)
+            self._runs[item.request_id] = _Run(item.request, deque(), playback, item.streams_output)
         run = self._runs.get(item.request_id)
         if run is None:
             return
@@ -248,7 +259,10 @@ class FunctionStageEngine(StageEngine):
         """Calls have returned, and requests are complete, or have failed."""
         self._num_idle += 1
         self._count_step(seconds, len(calls))
-        for run in (call.run for call in calls):
+        for call in calls:
+            run = call.run
+            if call.window is not None:
+                self._playing_time.add(_size_of(call.window), run.new_s)
             run.is_busy = False
             if run in ended:
                 del self._runs[run.request_id]
@@ -349,7 +363,11 @@ class FunctionStageEngine(StageEngine):
                 timer.restart()
                 if not self._is_live(run):
                     return
-                self.outbox.put(Stream(run.request_id, self._as_output(run, piece)))
+                output = self._as_output(run, piece)
+                seconds = playing_s(output, self._function.stage.sample_rate)
+                run.new_s += seconds
+                run.playback.add(time.monotonic(), seconds)
+                self.outbox.put(Stream(run.request_id, output))
         finally:
             if isinstance(pieces, Generator):
                 pieces.close()
@@ -381,6 +399,12 @@ class FunctionStageEngine(StageEngine):
         except Exception:
             log = about(logger, request_id=run.request_id, stage=self._function.stage.label)
             log.exception("the state of a request could not be released")
+
+
+def _size_of(window: WorkItem) -> int:
+    """The characters of a window's text, by which its playing time is estimated; at least 1."""
+    texts = (source.completions[0].text for source in window.sources.values() if source.completions)
+    return max(1, sum(map(len, texts)))
 
 
 def _value_of(result: Any) -> Any:

@@ -50,7 +50,8 @@ from vllm_omni.stage.engines.base import (
     StageEngine,
     StreamChunk,
 )
-from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest, PlayingTime
+from vllm_omni.stage.engines.llm_request import ARRequest, GenerationRequest, Items, LLMRequest
+from vllm_omni.stage.engines.playback import PlayingTime
 from vllm_omni.stage.spec import RayWorkers
 from vllm_omni.stage.weights import WeightFolder
 from vllm_omni.worker.gpu_worker import is_device_broken
@@ -99,11 +100,11 @@ class LLMStageEngine(StageEngine):
         self._request_class: type[LLMRequest] = GenerationRequest if engine_type == "generation" else ARRequest
         if transcribes:
             from vllm_omni.engine.whisper_processor import make_processor_of_parts
-            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest  # imports vLLM's server
+            from vllm_omni.stage.engines.transcribing_request import TranscribingRequest
 
             make_processor_of_parts()
             self._request_class = TranscribingRequest
-        self._playing_time = PlayingTime(sample_rate)
+        self._playing_time, self._sample_rate = PlayingTime(), sample_rate
         self._engine: OmniLLMEngine
         self._requests: dict[str, LLMRequest] = {}
         self._last_end = 0.0  # of a step, as time.perf_counter()
@@ -241,7 +242,7 @@ class LLMStageEngine(StageEngine):
 
     def _make_request(self, item: NewRequest) -> LLMRequest:
         if issubclass(self._request_class, GenerationRequest):
-            return self._request_class(self._engine, self._stage_id, item, self._playing_time)
+            return self._request_class(self._engine, self._stage_id, item, self._playing_time, self._sample_rate)
         return self._request_class(self._engine, self._stage_id, item)
 
     def _extend(self, chunk: StreamChunk) -> None:

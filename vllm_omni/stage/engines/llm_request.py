@@ -22,6 +22,7 @@ from vllm_omni.inputs import StageInput, StageRequest
 from vllm_omni.outputs import Completion, StageOutput, merge_stage_outputs
 from vllm_omni.payloads import OmniEngineCoreRequest
 from vllm_omni.stage.engines.base import NewRequest, Result, Stream, StreamChunk
+from vllm_omni.stage.engines.playback import Playback, PlayingTime, playing_s
 
 Items = list[Stream | Result]
 """Outputs in order. A `Result` is the last."""
@@ -146,56 +147,31 @@ class ARRequest(LLMRequest):
         return [] if _is_empty(piece) else [self._stream(piece)]
 
 
-class PlayingTime:
-    """How long a one-step stage's outputs play, and by those so far, how long others will."""
-
-    def __init__(self, sample_rate: int | None) -> None:
-        """
-        Args:
-            sample_rate: Samples per second of the output `audio`. None: outputs are no sound, and take no time.
-        """
-        self._sample_rate = sample_rate
-        self._num_tokens = 0
-        self._seconds = 0.0
-
-    def add(self, piece: StageOutput, num_tokens: int) -> float:
-        """
-        Args:
-            piece: Its `audio`, if it has any, is `[samples]`.
-            num_tokens: Of the input that became this output.
-
-        Returns:
-            Seconds.
-        """
-        audio = piece.tensors.get("audio")
-        seconds = 0.0 if audio is None or self._sample_rate is None else audio.shape[-1] / self._sample_rate
-        self._num_tokens += num_tokens
-        self._seconds += seconds
-        return seconds
-
-    def estimate(self, num_tokens: int) -> float:
-        """Seconds of an output of so many tokens; 0 before the first output."""
-        return num_tokens * self._seconds / max(self._num_tokens, 1)
-
-
 class GenerationRequest(LLMRequest):
     """A request that is one request of the engine for each window of its input, in order."""
 
     def __init__(
-        self, engine: OmniLLMEngine, stage_id: int, item: NewRequest, playing_time: PlayingTime | None = None
+        self,
+        engine: OmniLLMEngine,
+        stage_id: int,
+        item: NewRequest,
+        playing_time: PlayingTime | None = None,
+        sample_rate: int | None = None,
     ) -> None:
         """
         Args:
-            playing_time: The stage's. None: its own, of outputs that are no sound.
+            playing_time: The stage's; None: its own.
+            sample_rate: Samples per second of its output. None: it is no sound.
         """
         super().__init__(engine, stage_id, item)
-        self._playing_time = playing_time or PlayingTime(None)
+        self._playing_time = playing_time or PlayingTime()
+        self._sample_rate = sample_rate
         self._request = item.request
         self._is_input_complete = False
         self._waiting: deque[StageInput | None] = deque()
         self._running: RequestWindow | None = None
         self._num_done = 0
-        self._played_until = time.monotonic()  # by a client that plays from the first output on
+        self._playback = Playback(time.monotonic(), item.request.sent_s)
         self._has_stream = False
         self._finish_reason = "stop"
         self._pieces: list[StageOutput] = []
@@ -252,8 +228,8 @@ class GenerationRequest(LLMRequest):
     def _due(self, stage_input: StageInput | None) -> float:
         """When a window has to be computed. If nobody plays the output: when it could have been played."""
         if self._streams_output or stage_input is None:
-            return self._played_until
-        return self._played_until + self._playing_time.estimate(len(stage_input.prompt_token_ids))
+            return self._playback.until
+        return self._playback.until + self._playing_time.estimate(len(stage_input.prompt_token_ids))
 
     def _next_input(self) -> StageInput | None:
         """The next window, with those behind it that fit into one batch."""
@@ -287,7 +263,9 @@ class GenerationRequest(LLMRequest):
         num_input_tokens = self._num_input_tokens + num_tokens
         piece = self._as_piece(output, is_first=self._num_done == 0)
         self._num_input_tokens = num_input_tokens
-        self._played_until = max(self._played_until, time.monotonic()) + self._playing_time.add(piece, num_tokens)
+        seconds = playing_s(piece, self._sample_rate)
+        self._playing_time.add(num_tokens, seconds)
+        self._playback.add(time.monotonic(), seconds)
         piece.completions = []  # The request has one completion, which ends with the last window.
         return piece
 

@@ -15,12 +15,17 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 
 from vllm_omni.testing.tiny.pipelines import LATENT_CHANNELS, Size, calibrate, fill_components
 from vllm_omni.testing.tiny.text_encoders import make_qwen_tokenizer
-from vllm_omni.testing.tiny.tokenizer import token_id
+from vllm_omni.testing.tiny.tokenizer import token_id, token_ids
 
 VOCAB_SIZE = 1024
 PATCH = 14
 """Pixels of a patch of the vision tower, on each side."""
-
+VISION_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 
 SIZES = {
     "default": Size(layers=2, heads=4, axes=(4, 6, 6), text_hidden=64, text_layers=2),
@@ -105,13 +110,11 @@ def qwen2_5_vl_config(tokenizer: Qwen2Tokenizer, hidden: int, layers: int) -> Qw
         "window_size": 4 * PATCH,
         "fullatt_block_indexes": [1],
     }
+    ids: dict[str, Any] = token_ids(tokenizer, VISION_TOKENS)
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=token_id(tokenizer, "<|image_pad|>"),
-        video_token_id=token_id(tokenizer, "<|video_pad|>"),
-        vision_start_token_id=token_id(tokenizer, "<|vision_start|>"),
-        vision_end_token_id=token_id(tokenizer, "<|vision_end|>"),
+        **ids,
         tie_word_embeddings=True,
         dtype="float32",
     )

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline that converses, with short answers, and OpenAI's client for its sessions."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 
 from tests.entrypoints.conftest import as_async
-from tests.entrypoints.openai.media_apps import server_args
+from tests.entrypoints.openai.media_apps import TOOL_FLAGS, app_of
 from tests.entrypoints.openai.realtime.level_detector import LevelDetector
 from vllm_omni import AsyncOmniLLM, OmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 NUM_TOKENS, NUM_FRAMES = 12, 12
-TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 SHORT = {
     "thinker": {"temperature": 0.0, "max_tokens": NUM_TOKENS},
     "talker": {"temperature": 0.0, "max_tokens": NUM_FRAMES, "ignore_eos": True},
@@ -30,8 +27,7 @@ def realtime_llm(talking_llm: OmniLLM) -> AsyncOmniLLM:
 
 @pytest.fixture(scope="session")
 def realtime_app(realtime_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> FastAPI:
-    args = server_args(tiny_qwen3_omni_moe, *TOOLS)
-    return asyncio.run(build_omni_app(OmniEngineClient(realtime_llm), args))
+    return app_of(OmniEngineClient(realtime_llm), tiny_qwen3_omni_moe, *TOOL_FLAGS)
 
 
 @pytest.fixture

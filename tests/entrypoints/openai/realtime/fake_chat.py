@@ -120,11 +120,11 @@ def repeat(messages: list[Any]) -> list[ChatDelta]:
     return [ChatDelta(text=f"I heard: {text}"), ChatDelta(speech=TONE), ChatDelta(speech=TONE)]
 
 
-def session_app(chat: FakeChat, **flags: Any) -> FastAPI:
+def session_app(chat: FakeChat, *, model: str = MODEL, **flags: Any) -> FastAPI:
     """The application of its sessions."""
     app = make_app(**{"allowed_local_media_path": "", "allowed_media_domains": None, **flags})
     app.include_router(router)
-    app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=MODEL)])
+    app.state.openai_serving_models = SimpleNamespace(base_model_paths=[SimpleNamespace(name=model)])
     app.state.omni_realtime = ServingRealtime(chat, app.state, app.state.args, app.state.omni_sessions)  # type: ignore[arg-type]
     chat.media = MediaFetcher(chat.client, app.state.args)  # type: ignore[arg-type]
     return app

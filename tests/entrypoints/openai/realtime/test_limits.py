@@ -14,13 +14,13 @@ from fastapi import FastAPI
 from websockets.exceptions import InvalidStatus
 
 from tests.entrypoints.openai.media_apps import app_of, send, with_flags
-from tests.entrypoints.openai.realtime.fake_chat import FakeChat, session_app
+from tests.entrypoints.openai.realtime.fake_chat import TONE, FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, opened, refusal, speech_of, visit
 from vllm_omni import AsyncOmniLLM
 from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.realtime import client_secrets
 from vllm_omni.entrypoints.openai.realtime.client_secrets import ClientSecrets
-from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni.errors import PipelineFullError
 
 GROUP = "llm"
@@ -100,30 +100,18 @@ def test_bytes_of_texts(realtime_app: FastAPI) -> None:
     converse(with_flags(realtime_app, "--max-realtime-text-bytes=1500"), main)
 
 
-@pytest.mark.slow
-def test_speech_is_sent_at_the_pace_of_its_playing(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[float] = []
-    wait = SpokenMessage._wait
-
-    async def noted(message: SpokenMessage, seconds: float) -> None:
-        """By the server's clock: a client may get the first piece late."""
-        now = asyncio.get_running_loop().time
-        times.append(now())
-        await wait(message, seconds)
-        times.append(now())
-
-    monkeypatch.setattr(SpokenMessage, "_wait", noted)
+def test_speech_is_sent_at_the_pace_of_its_playing() -> None:
+    """Six tenths of a second, which are made at once."""
+    chat = FakeChat()
+    chat.answer = lambda messages: [ChatDelta(text="Hello."), *[ChatDelta(speech=TONE)] * 6]
 
     async def main(session: Session) -> float:
         await session.say("Hello")
-        return len(speech_of(await session.respond())) / 48000
+        before = time.monotonic()
+        assert len(speech_of(await session.respond())) == 6 * 2 * len(TONE)
+        return time.monotonic() - before
 
-    for lead, is_paced in ((0.2, True), (5.0, False)):
-        times.clear()
-        seconds = converse(with_flags(realtime_app, f"--realtime-lead-s={lead}"), main)
-        assert seconds > 0.8
-        if is_paced:
-            assert times[-1] - times[0] >= seconds - lead - 0.01
+    assert converse(session_app(chat, realtime_lead_s=0.2), main, model="fake") >= 0.39
 
 
 def test_ephemeral_keys(realtime_app: FastAPI) -> None:

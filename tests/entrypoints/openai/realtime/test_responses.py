@@ -13,18 +13,15 @@ import numpy as np
 import openai
 import pytest
 from fastapi import FastAPI
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.fake_pipelines import is_idle
 from tests.entrypoints.int16_sound import assert_sounds_like
-from tests.entrypoints.openai.media_apps import MODEL, png, server_args, use, with_flags
-from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS, TOOLS
+from tests.entrypoints.openai.media_apps import MODEL, app_that_writes, png, use, with_flags
+from tests.entrypoints.openai.realtime.conftest import NUM_TOKENS
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.wav_files import as_uri
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 from vllm_omni.entrypoints.openai.media_input import OmniMediaConnector
 from vllm_omni.entrypoints.openai.realtime.audio import FORMATS
 from vllm_omni.testing.media import make_audio
@@ -190,10 +187,8 @@ def test_a_function_call_and_its_output(realtime_app: FastAPI) -> None:
 
 def test_the_model_chooses_a_tool(realtime_llm: AsyncOmniLLM, tiny_qwen3_omni_moe: Path) -> None:
     """`tool_choice: auto`, and a model that can write only a call: what it writes is neither shown nor spoken."""
-    client = OmniEngineClient(realtime_llm)
     written = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
-    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[written])
-    app = asyncio.run(build_omni_app(client, server_args(tiny_qwen3_omni_moe, *TOOLS)))
+    app = app_that_writes(realtime_llm, tiny_qwen3_omni_moe, written)
     tool: Any = {"type": "function", "name": "dive", "parameters": {"type": "object"}}
 
     async def main(session: Session) -> list[Any]:

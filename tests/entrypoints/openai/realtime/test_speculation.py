@@ -483,7 +483,7 @@ def test_an_answer_does_not_wait_for_a_client_that_sends_no_more_sound(
     slow: FakeChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request ends; the turn has a new one when it ends."""
-    monkeypatch.setattr(response_module, "_MAX_SPECULATIVE_S", 0.1)
+    monkeypatch.setattr(response_module, "MAX_SPECULATIVE_S", 0.1)
     app = session_app(slow)
 
     async def main(session: Session) -> None:

@@ -173,7 +173,7 @@ def test_room_for_the_answer() -> None:
 
 def test_the_oldest_turns_are_deleted_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of texts and of items; the client gets to know which."""
-    monkeypatch.setattr(session_module, "_MAX_ITEMS", 6)
+    monkeypatch.setattr(session_module, "MAX_ITEMS", 6)
 
     async def main(session: Session) -> None:
         said = []

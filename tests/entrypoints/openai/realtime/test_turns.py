@@ -14,13 +14,14 @@ import pytest
 from fastapi import FastAPI
 
 from tests.coloured_shapes.recordings import RECORDINGS, recording
+from tests.entrypoints.openai.realtime.fake_chat import TONE, FakeChat, session_app
 from tests.entrypoints.openai.realtime.sessions import Session, converse, speech_of, types_of
 from tests.entrypoints.openai.realtime.test_responses import chat
 from tests.entrypoints.wav_files import as_uri
 from vllm_omni.entrypoints.openai.audio_formats import encode_audio
 from vllm_omni.entrypoints.openai.realtime import turn_detection, turn_model
-from vllm_omni.entrypoints.openai.realtime.output_items import SpokenMessage
 from vllm_omni.entrypoints.openai.realtime.turn_detection import IdleTimeout, TurnDetector, with_defaults
+from vllm_omni.entrypoints.openai.streamed_chat import ChatDelta
 from vllm_omni_talk.speech_recognition import resample
 
 GROUP = "llm"
@@ -217,24 +218,17 @@ def test_a_turn_is_committed_and_answered(realtime_app: FastAPI) -> None:
     assert len(speech_of(events)) == len(base64.b64decode(heard.data)) > 0
 
 
-@pytest.mark.slow
 @needs_vad
-def test_speech_interrupts_a_response(realtime_app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The response is still being sent when the user speaks again: its client has the first piece, and plays slowly."""
-    first: list[SpokenMessage] = []
-
-    async def wait(message: SpokenMessage, seconds: float) -> None:
-        if message in first:
-            await asyncio.Event().wait()
-        if not first:
-            first.append(message)
-
-    monkeypatch.setattr(SpokenMessage, "_wait", wait)
+def test_speech_interrupts_a_response() -> None:
+    """The response is still being sent when the user speaks again: a minute of speech, as it is played."""
+    fake = FakeChat(hears=True)
+    fake.answer = lambda messages: [ChatDelta(text="ha " * 600), *[ChatDelta(speech=TONE)] * 600]
 
     async def main(session: Session) -> None:
         await session.configure(audio={"input": {"turn_detection": VAD}})
         await send(session, voiced())
-        events = await session.until("response.output_audio.delta")
+        await session.until("response.output_audio.delta")
+        fake.answer = lambda messages: [ChatDelta(text="Yes?"), ChatDelta(speech=TONE)]
         await send(session, voiced())
         events = await session.until("response.done")
         response = events[-1].response
@@ -249,7 +243,7 @@ def test_speech_interrupts_a_response(realtime_app: FastAPI, monkeypatch: pytest
         # The turn that interrupted it is answered.
         assert (await session.until("response.done"))[-1].response.status != "cancelled"
 
-    converse(realtime_app, main, manual=False)
+    converse(session_app(fake, realtime_lead_s=0.1), main, model="fake", manual=False)
 
 
 IDLE: Any = {**VAD, "idle_timeout_ms": 1000}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat answers whose text is not all for the ear: tool calls and reasoning are neither spoken nor in the transcript."""
 
-import asyncio
 import base64
 import json
 from pathlib import Path
@@ -9,14 +8,10 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from vllm.sampling_params import StructuredOutputsParams
 
 from tests.entrypoints.int16_sound import assert_sounds_like
-from tests.entrypoints.openai.media_apps import MODEL, server_args, use
-from tests.entrypoints.openai.realtime.conftest import TOOLS
+from tests.entrypoints.openai.media_apps import MODEL, app_that_writes, use
 from vllm_omni import AsyncOmniLLM
-from vllm_omni.entrypoints.openai.api_server import build_omni_app
-from vllm_omni.entrypoints.openai.engine_client import OmniEngineClient
 
 GROUP = "llm"
 CALL = '<tool_call>\n{"name": "dive", "arguments": {"sea": "red"}}\n</tool_call>'
@@ -24,13 +19,6 @@ TEXT = "Let me look."
 TOOL: Any = {"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}
 BOTH = ["text", "audio"]
 QUESTION: Any = {"role": "user", "content": "Is the sea red?"}
-
-
-def app_that_writes(llm: AsyncOmniLLM, model: Path, text: str, *flags: str) -> FastAPI:
-    """The application of a model that can write only this."""
-    client = OmniEngineClient(llm)
-    client.default_sampling_params["structured_outputs"] = StructuredOutputsParams(choice=[text])
-    return asyncio.run(build_omni_app(client, server_args(model, *TOOLS, *flags)))
 
 
 def ask(app: FastAPI, *, stream: bool, messages: tuple[Any, ...] = (QUESTION,), **fields: Any) -> dict[str, Any]:

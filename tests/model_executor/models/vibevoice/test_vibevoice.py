@@ -104,8 +104,10 @@ def test_the_references_error_is_still_there(
 ) -> None:
     """It guides tokens, too."""
     monkeypatch.delattr(reference.model, "_get_logits_processor")
-    spoken = [reference.speak(PROMPTS[name], MAX_FRAMES, SEED).token_ids for name in ("words", "voice", "voices")]
-    assert spoken != [cases[name].speech.token_ids for name in ("words", "voice", "voices")]
+    assert any(
+        reference.speak(PROMPTS[name], MAX_FRAMES, SEED).token_ids != cases[name].speech.token_ids
+        for name in ("words", "voice", "voices")
+    )
 
 
 def test_the_prompt_is_that_of_hf(prompt_processor: PromptProcessor, reference: VibeVoiceReference) -> None:

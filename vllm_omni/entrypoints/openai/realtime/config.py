@@ -117,7 +117,7 @@ class SessionRules:
             },
         }
 
-    def updated(self, values: Values, update: RealtimeSessionCreateRequest, at: str = "session") -> Values:
+    def updated(self, values: Values, update: RealtimeSessionCreateRequest) -> Values:
         """The configuration with the fields of an update.
 
         Raises:
@@ -126,15 +126,15 @@ class SessionRules:
         given = update.model_dump(exclude_unset=True)
         model = given.get("model")
         if model is not None and model != values["model"]:
-            raise EventError(f"the model of a session cannot change; it is {values['model']!r}", f"{at}.model")
+            raise EventError(f"the model of a session cannot change; it is {values['model']!r}", "session.model")
         for name, reason in _UNSUPPORTED.items():
             if given.get(name):
-                raise EventError(f"{name} is not supported: {reason}", f"{at}.{name}")
+                raise EventError(f"{name} is not supported: {reason}", f"session.{name}")
         if isinstance(truncation := given.get("truncation"), Mapping):
-            self._check_truncation(truncation, f"{at}.truncation")
+            self._check_truncation(truncation, "session.truncation")
         merged = _merged(values, {name: value for name, value in given.items() if name not in ("type", "model")})
-        self._check(merged, at)
-        self._complete_input(merged["audio"]["input"], f"{at}.audio.input")
+        self._check(merged, "session")
+        self._complete_input(merged["audio"]["input"], "session.audio.input")
         return merged
 
     def for_response(self, values: Values, params: RealtimeResponseCreateParams | None) -> Values:

@@ -137,7 +137,7 @@ def _decode(text: str | bytes, max_values: int) -> dict[str, Any]:
 def _read(data: dict[str, Any]) -> Any:
     event_type = data.get("type")
     if event_type == SESSION_UPDATE:
-        return _SessionUpdate(event_id=data.get("event_id"), session=read_session(_take(data, "session"), ("session",)))
+        return _SessionUpdate(event_id=data.get("event_id"), session=read_session(_take(data, "session")))
     model = _type_of(data, {**_EVENTS, SESSION_UPDATE: _SessionUpdate})
     if model is ConversationItemCreateEvent:
         data = {**data, "item": read_item(_take(data, "item"), ("item",))}
@@ -177,24 +177,21 @@ def _read_response_create(data: dict[str, Any]) -> ResponseCreateEvent:
     return event
 
 
-def read_session(session: Any, at: Path) -> RealtimeSessionCreateRequest:
+def read_session(session: Any) -> RealtimeSessionCreateRequest:
     """The configuration of a session.
-
-    Args:
-        at: Where it is in the event.
 
     Raises:
         EventError: It is wrong, or of a session without responses.
     """
     if not isinstance(session, dict):
-        raise EventError(f"{_name(at)} must be an object", _name(at), "invalid_type")
+        raise EventError("session must be an object", "session", "invalid_type")
     if session.get("type") == "transcription":
         raise EventError(
             "transcription sessions are not supported; set audio.input.transcription of a realtime session, or use "
             "/v1/audio/transcriptions",
-            _name((*at, "type")),
+            "session.type",
         )
-    return _validate(RealtimeSessionCreateRequest, session, at)
+    return _validate(RealtimeSessionCreateRequest, session, ("session",))
 
 
 def read_item(item: Any, at: Path, *, may_refer: bool = False) -> Any:

@@ -45,7 +45,7 @@ from vllm_omni.metrics.stats import SpeculationCounts
 
 CancelReason = Literal["client_cancelled", "turn_detected"]
 
-_MAX_SPECULATIVE_S = 5.0
+MAX_SPECULATIVE_S = 5.0
 """That an answer waits for the end of its turn: a client may stop sending sound. It then ends."""
 
 
@@ -224,7 +224,7 @@ class Response:
     async def _wait_for_promotion(self) -> bool:
         """Whether it was promoted in time."""
         try:
-            async with asyncio.timeout(_MAX_SPECULATIVE_S):
+            async with asyncio.timeout(MAX_SPECULATIVE_S):
                 await self._is_promoted.wait()
         except TimeoutError:
             return False

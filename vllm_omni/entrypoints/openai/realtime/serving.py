@@ -101,7 +101,7 @@ class ServingRealtime:
         """
         given = {"type": "realtime", **(request.session or {})}
         try:
-            session = read_session(given, ("session",))
+            session = read_session(given)
             values = self._default(session.model)
             values = self._rules.updated(values, session)
         except EventError as error:

@@ -41,7 +41,8 @@ from vllm_omni.errors import PipelineFullError
 MIN_TURN_S = 0.1  # As OpenAI's.
 
 _MAX_RESPONSES = 16  # At once.
-_MAX_ITEMS = 10_000
+MAX_ITEMS = 10_000
+"""Of a conversation."""
 
 
 class Session(EventSession):
@@ -174,15 +175,15 @@ class Session(EventSession):
         """Deletes the oldest turns until there is room for one more item, unless truncation is disabled."""
         limit = self._limits.max_realtime_text_bytes
         while self._truncates and num_chars <= limit and (oldest := self._conversation.oldest):
-            if len(self._conversation) < _MAX_ITEMS and self._conversation.num_chars + num_chars <= limit:
+            if len(self._conversation) < MAX_ITEMS and self._conversation.num_chars + num_chars <= limit:
                 return
             for item in self._conversation.turn(oldest):
                 self._conversation.delete(item.id)
                 await self._send("conversation.item.deleted", item_id=item.id)
 
     def _check_room(self, param: str, *, seconds: float = 0.0, num_chars: int = 0) -> None:
-        if len(self._conversation) >= _MAX_ITEMS:
-            raise EventError(f"a session keeps {_MAX_ITEMS} items; delete some", code="item_limit_exceeded")
+        if len(self._conversation) >= MAX_ITEMS:
+            raise EventError(f"a session keeps {MAX_ITEMS} items; delete some", code="item_limit_exceeded")
         limit = self._limits.max_realtime_text_bytes
         if num_chars and self._conversation.num_chars + num_chars > limit:
             raise EventError(
@@ -266,7 +267,7 @@ class Session(EventSession):
         conversation, limit_s = self._conversation, self._limits.max_realtime_audio_s
         return (
             sound.seconds >= MIN_AUDIO_SECONDS
-            and len(conversation) < _MAX_ITEMS
+            and len(conversation) < MAX_ITEMS
             and conversation.num_chars <= self._limits.max_realtime_text_bytes
             and (self._chat.asr_stage is not None or conversation.seconds + sound.seconds <= limit_s)
             and self._speculation.has_room

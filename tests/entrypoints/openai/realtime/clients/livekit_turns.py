@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns with livekit's plugin for OpenAI, unmodified: `livekit_turns.py URL TOOLS_URL MODEL SOUND`.
+"""Turns with livekit's plugin for OpenAI, unmodified: `livekit_turns.py URL SLOW_URL TOOLS_URL MODEL SOUND`.
 
-Prints them as JSON. The second server's model calls tools. The file is speech of a user: int16, 24 kHz, no header.
+Prints them as JSON. The second server's first answer stops after its first piece, until it is cancelled; the third
+server's model calls tools. The file is speech of a user: int16, 24 kHz, no header.
 """
 
 import asyncio
@@ -112,11 +113,11 @@ async def take_turns(made: Conversation) -> list[Any]:
     return [written, spoken]
 
 
-async def main(url: str, tools_url: str, model: str, sound: str) -> None:
+async def main(url: str, slow_url: str, tools_url: str, model: str, sound: str) -> None:
     errors: list[str] = []
     speech = Path(sound).read_bytes()
     async with aiohttp.ClientSession() as http:
-        interrupted = await interrupt(Conversation(url, model, http, errors, VAD), speech)
+        interrupted = await interrupt(Conversation(slow_url, model, http, errors, VAD), speech)
         calls = await call_tools(Conversation(tools_url, model, http, errors, VAD), speech)
         turns = await take_turns(Conversation(url, model, http, errors, None))
     print(json.dumps({"interrupted": interrupted, "calls": calls, "turns": turns, "errors": errors}))

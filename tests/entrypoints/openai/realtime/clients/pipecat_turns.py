@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns with pipecat's service for OpenAI, unmodified: `pipecat_turns.py URL TOOLS_URL MODEL SOUND`.
+"""Turns with pipecat's service for OpenAI, unmodified: `pipecat_turns.py URL SLOW_URL TOOLS_URL MODEL SOUND`.
 
-Prints them as JSON. The second server's model calls tools. The file is speech of a user: int16, 24 kHz, no header.
+Prints them as JSON. The second server's first answer stops after its first piece, until it is cancelled; the third
+server's model calls tools. The file is speech of a user: int16, 24 kHz, no header.
 """
 
 import asyncio
@@ -144,10 +145,10 @@ async def take_turns(made: Conversation) -> list[Any]:
     return [written, await made.answer()]
 
 
-async def main(url: str, tools_url: str, model: str, sound: str) -> None:
+async def main(url: str, slow_url: str, tools_url: str, model: str, sound: str) -> None:
     errors: list[str] = []
     speech = Path(sound).read_bytes()
-    async with opened(url, model, errors, VAD) as made:
+    async with opened(slow_url, model, errors, VAD) as made:
         interrupted = await interrupt(made, speech)
     calls = await call_tools(tools_url, model, errors, speech)
     async with opened(url, model, errors, False) as made:

@@ -2,6 +2,7 @@
 """`talk` beside llama.cpp, on a machine without a GPU: the same weights, questions and voice, in turns.
 
     python benchmarks/laptop.py [--rounds N] [--llama-cpp FOLDER] [--recordings FOLDER] [--output FILE.json] [--quick]
+    python benchmarks/laptop.py --int8 [--rounds N] [--output FILE.json] [--quick]
 
 The opponent is llama.cpp with the weights in 8 bits (Q8_0), on all cores, and the synthesizer of `talk` in a process
 beside it, which speaks each sentence when it is written. node-llama-cpp of npm has llama.cpp as a library; it is
@@ -11,6 +12,12 @@ one after the other, and neither computes while the other one is measured.
 
 `--recordings`: of people, in the format of Debian's package pocketsphinx-testdata; how many of their words `talk` hears
 wrong.
+
+`--int8`: instead, `talk` with its language model in int8 beside the 16 bits of its checkpoint. Both write their answers
+greedily: how many are equal, and how many of the tokens before the first other one. The voice of `talk` speaks them,
+and its recognizer hears them: the share of the words of an answer that it understands. The perplexity is of this
+documentation, in parts of 1,024 tokens. Then both answer 1 and 8 callers, in turns. Needs a processor that multiplies
+int8 (VNNI, AMX).
 """
 
 import argparse
@@ -33,6 +40,7 @@ import aiohttp
 import gguf
 import numpy as np
 import openai
+from int8_weights import add_int8
 from process_memory import pss_of
 from report import Cell, Report, make_parser, parse, percentile, progress
 from safetensors.numpy import load_file
@@ -379,16 +387,9 @@ def open_talk(folder: Path) -> Iterator[Talk]:
         yield Talk(server.url, server.pid, time.monotonic() - started)
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "benchmarks"
-    parser.add_argument("--rounds", type=int, metavar="N", help="default: 5; quick: 2")
-    parser.add_argument("--llama-cpp", type=Path, default=cache, metavar="FOLDER", help="default: %(default)s")
-    parser.add_argument("--recordings", type=Path, default=RECORDINGS, metavar="FOLDER", help="default: %(default)s")
-    args: argparse.Namespace = parse(parser)
-    rounds, questions = args.rounds or (2 if args.quick else 5), QUESTIONS[: 4 if args.quick else 8]
-    report = Report("laptop", {"quick": str(args.quick), "rounds": rounds, "load": f"{os.getloadavg()[0]:.1f}"})
-    module = install_llama_cpp(args.llama_cpp)
+def add_llama_cpp(report: Report, rounds: int, questions: Sequence[str], llama_cpp: Path, recordings: Path) -> None:
+    """Compares `talk` with llama.cpp, and adds a row for each figure, and a note of the words that it hears wrong."""
+    module = install_llama_cpp(llama_cpp)
     checkpoint = language_model(with_weights=True)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -400,9 +401,25 @@ def main() -> None:
         other = LlamaCpp(module, weights, tokenizer)
         stack.callback(other.close)
         add_figures(report, talk, other, *asyncio.run(compare(talk, other, questions, rounds)))
-        if args.recordings.is_dir():
-            wrong = words_wrong(talk.hear, args.recordings)
-            report.notes.append(f"talk hears {wrong:.1%} of the words of people wrong, in {args.recordings.name}")
+        if recordings.is_dir():
+            wrong = words_wrong(talk.hear, recordings)
+            report.notes.append(f"talk hears {wrong:.1%} of the words of people wrong, in {recordings.name}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_omni" / "benchmarks"
+    parser.add_argument("--rounds", type=int, metavar="N", help="default: 5; quick: 2")
+    parser.add_argument("--llama-cpp", type=Path, default=cache, metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--recordings", type=Path, default=RECORDINGS, metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--int8", action="store_true", help="compare talk in int8 with its 16 bits")
+    args: argparse.Namespace = parse(parser)
+    rounds, questions = args.rounds or (2 if args.quick else 5), QUESTIONS[: 4 if args.quick else 8]
+    report = Report("laptop", {"quick": str(args.quick), "rounds": rounds, "load": f"{os.getloadavg()[0]:.1f}"})
+    if args.int8:
+        add_int8(report, rounds, is_quick=args.quick)
+    else:
+        add_llama_cpp(report, rounds, questions, args.llama_cpp, args.recordings)
     report.notes.append(f"load of the machine at the end: {os.getloadavg()[0]:.1f}")
     report.finish(args.output)
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.linear import LinearBase
 
 from tests.engine.running import greedy, random_prompts, run, runner_of
+from vllm_omni.engine.engine_args import HAS_INT8_PRODUCTS
 from vllm_omni.engine.omni_llm_engine import OmniLLMEngine
-from vllm_omni.worker.cpu_int8_weights import HAS_INT8_PRODUCTS, quantize
+from vllm_omni.worker.cpu_int8_weights import quantize
 
 
 @pytest.fixture(scope="module")

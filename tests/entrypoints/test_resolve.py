@@ -18,6 +18,7 @@ from vllm_omni.config.loader import parse_pipeline_config
 from vllm_omni.config.omni_args import OmniArgs
 from vllm_omni.config.stage_config import PipelineConfig
 from vllm_omni.config.utils import stage_configs_dir
+from vllm_omni.engine.engine_args import HAS_INT8_PRODUCTS, OmniEngineSettings
 from vllm_omni.entrypoints import resolve
 from vllm_omni.entrypoints.request_builder import RequestBuilder
 from vllm_omni.entrypoints.resolve import (
@@ -260,12 +261,21 @@ def test_a_shipped_pipeline_is_trusted_and_makes_nothing_that_is_replaced(
     pytest.importorskip("hibari", reason="the extra talk is not installed")
     for module, name in ((weights, "language_model"), (whisper, "tiny_english")):
         monkeypatch.setattr(module, name, lambda with_weights: pytest.fail("it was made"))
-    replaced = {"llm": {"model": str(tiny_qwen3)}, "asr": {"function": "vllm_omni_talk.recognizer.Recognizer"}}
+    replaced: dict[str | int, dict[str, Any]] = {
+        "llm": {"model": str(tiny_qwen3)},
+        "asr": {"function": "vllm_omni_talk.recognizer.Recognizer"},
+    }
 
     resolved = resolve_pipeline(OmniArgs(model="talk", stage_overrides=replaced))
 
     assert [stage.name for stage in resolved.config.stage_args] == ["asr", "llm", "tts"]
-    assert [args.model for args in resolved.engine_args] == [str(tiny_qwen3)]
+    (args,) = resolved.engine_args
+    assert args.model == str(tiny_qwen3)
+    chosen = OmniEngineSettings.from_vllm_config(args).int8_weights
+    assert chosen == ("auto" if HAS_INT8_PRODUCTS else None)
+    replaced["llm"]["quantization"] = None
+    (args,) = resolve_pipeline(OmniArgs(model="talk", stage_overrides=replaced)).engine_args
+    assert OmniEngineSettings.from_vllm_config(args).int8_weights is None
 
 
 @pytest.fixture

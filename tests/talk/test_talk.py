@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.model_executor.tiny_speech import vits_sound, write_vits
 from tests.model_executor.tiny_transcription import ctc_text, make_sound, write_ctc
@@ -40,8 +40,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def talk(checkpoint: Path) -> Iterator[OmniLLM]:
+    """With int8 weights of its language model, where the processor multiplies int8."""
     with OmniLLM("talk") as omni:
         yield omni
+
+
+@pytest.fixture(scope="module")
+def hf_model(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def words_of(text: str) -> list[str]:
@@ -84,6 +90,35 @@ def test_the_conversion(checkpoint: Path) -> None:
 def test_the_configuration_that_is_shown_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     LanguageModel().convert_config(tmp_path)
     assert (tmp_path / "config.json").read_text() == (checkpoint / "config.json").read_text()
+
+
+@torch.inference_mode()
+def test_answers_in_float_are_those_of_transformers(checkpoint: Path, hf_model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    questions = ("What is the capital of France?", "Why is the sky blue?", "Tell me a short story about a fox.")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    with OmniLLM("talk", stage_overrides={"llm": {"quantization": None}}) as omni:
+        outputs = omni.chat(chats, [None, {"max_tokens": 48}, None], modalities=["text"], use_tqdm=False)
+    for chat, output in zip(chats, outputs, strict=True):
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert output.prompt_token_ids == prompt.input_ids[0].tolist()
+        expected = hf_model.generate(**prompt, do_sample=False, repetition_penalty=1.1, max_new_tokens=48)
+        assert list(output.outputs[0].token_ids) == expected[0, prompt.input_ids.shape[1] :].tolist()
+
+
+@torch.inference_mode()
+def test_its_weights_predict_a_text_as_well_as_those_of_the_checkpoint(
+    talk: OmniLLM, checkpoint: Path, hf_model: Any
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "talk.md").read_text()
+    ids = AutoTokenizer.from_pretrained(checkpoint)(text).input_ids[:1024]
+    prompt: Any = {"prompt_token_ids": ids, "modalities": ["text"]}
+    params = [None, {"max_tokens": 1, "prompt_logprobs": 0}, None]
+    (output,) = talk.generate([prompt], params, use_tqdm=False)
+    logprobs: Any = output.request_output[0].prompt_logprobs
+    found = [-entries[token].logprob for token, entries in zip(ids[1:], logprobs[1:], strict=True)]
+    expected = torch.nn.functional.cross_entropy(hf_model(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]))
+    assert sum(found) / len(found) == pytest.approx(expected.item(), rel=0.01)
 
 
 def test_a_question_is_answered_in_text_and_speech(talk: OmniLLM) -> None:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_omni.engine import engine_args
-from vllm_omni.engine.engine_args import OmniEngineSettings, create_engine_args
+from vllm_omni.engine.engine_args import Int8Weights, OmniEngineSettings, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker import cpu_int8_weights
 from vllm_omni.worker.cpu_half_weights import HalfEmbeddingMethod
@@ -116,13 +116,13 @@ def test_widths_that_the_kernel_has_not_stay_in_float(
     assert "a.layer [48, 96] stays in float" in caplog.text
 
 
-def load(quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, size: int = 64) -> Any:
+def load(
+    quantization: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, size: int = 64, chosen: Int8Weights = "int8"
+) -> Any:
     loaded = make_layer(size)
     Int8LinearMethod().process_weights_after_loading(loaded)
     monkeypatch.setattr(CPUModelRunner, "load_model", lambda self: None)
-    monkeypatch.setattr(
-        OmniEngineSettings, "from_vllm_config", lambda config: OmniEngineSettings(has_int8_weights=True)
-    )
+    monkeypatch.setattr(OmniEngineSettings, "from_vllm_config", lambda config: OmniEngineSettings(int8_weights=chosen))
     runner: Any = CPUInt8Weights.__new__(CPUInt8Weights)
     model = SimpleNamespace(dtype=dtype, quantization="awq")
     runner.vllm_config = SimpleNamespace(
@@ -143,12 +143,35 @@ def test_the_runner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         load(None, torch.float16, monkeypatch)
 
 
+def test_what_cannot_have_it_stays_as_it_is_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load(None, torch.bfloat16, monkeypatch, chosen="auto"), Int8WeightsConfig)
+    assert load("the checkpoint's", torch.float32, monkeypatch, chosen="auto") == "the checkpoint's"
+    assert load(None, torch.float16, monkeypatch, chosen="auto") is None
+    load(None, torch.float32, monkeypatch, size=48, chosen="auto")
+
+
 def test_what_cannot_have_it_is_refused(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path) -> None:
     model = str(tiny_qwen3)
     with pytest.raises(StageConfigError, match="int8 is not compiled; set enforce_eager: true"):
         create_engine_args(model, quantization="int8")
     args = create_engine_args(model, quantization="int8", enforce_eager=True)
-    assert args.quantization is None and args.additional_config["omni"]["has_int8_weights"]
+    assert args.quantization is None and args.additional_config["omni"]["int8_weights"] == "int8"
     monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     with pytest.raises(StageConfigError, match="int8 is computed on a CPU"):
         create_engine_args(model, quantization="int8", enforce_eager=True)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_auto_is_int8_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path, multiplies: bool
+) -> None:
+    def chosen(**arguments: Any) -> str | None:
+        args = create_engine_args(str(tiny_qwen3), quantization="auto", **arguments)
+        assert args.quantization is None, "vLLM has none of this name"
+        return OmniEngineSettings.from_vllm_config(args).int8_weights
+
+    monkeypatch.setattr(engine_args, "HAS_INT8_PRODUCTS", multiplies)
+    assert chosen(enforce_eager=True) == ("auto" if multiplies else None)
+    assert chosen() is None, "a compiled model"
+    monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert chosen(enforce_eager=True) is None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 import msgspec
+import torch
 import vllm.envs as envs
 from pydantic import ValidationError
 from vllm.config import (
@@ -74,8 +75,10 @@ _ONLY_WITHOUT_ROWS = {
 _ENCODER_CACHE = "vllm_omni.core.sched.encoder_cache.CountingEncoderCacheManager"
 # By class path, because vLLM rewrites the name "uni" to "mp" on the CPU.
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-INT8 = "int8"
-"""A quantization of ours, see `worker/cpu_int8_weights.py`."""
+INT8, INT8_AUTO = "int8", "auto"
+"""Quantizations of ours, see `worker/cpu_int8_weights.py`: the second one is int8 where it is faster, else none."""
+HAS_INT8_PRODUCTS = torch.cpu._is_vnni_supported()
+"""Whether the processor multiplies int8 (VNNI, AMX): without, oneDNN's sums of two products can be cut off."""
 # By default vLLM's CPU worker takes 92% of the machine's memory, for each stage.
 CPU_KV_CACHE_BYTES = 512 << 20
 ROW_CACHE_BYTES = 4 << 30
@@ -87,6 +90,7 @@ _HOOKS_BETWEEN_STEPS = ("postprocess", "make_feedback_strategy")
 
 
 EngineType = Literal["ar", "generation"]
+Int8Weights = Literal["int8", "auto"]
 
 _KEY = "omni"
 
@@ -102,7 +106,7 @@ class OmniEngineSettings:
         model_stage: The stage's name, for messages.
         uses_generation_config: The checkpoint's `generation_config.json` is about this stage's tokens.
         row_cache_bytes: For the rows of tokens in the prefix cache, at most.
-        has_int8_weights: On a CPU, the linear layers have.
+        int8_weights: On a CPU, of the linear layers; `auto`: unless the model cannot have them.
     """
 
     engine_type: EngineType = "ar"
@@ -110,7 +114,7 @@ class OmniEngineSettings:
     model_stage: str = ""
     uses_generation_config: bool = True
     row_cache_bytes: int = ROW_CACHE_BYTES
-    has_int8_weights: bool = False
+    int8_weights: Int8Weights | None = None
 
     @property
     def emits_rows(self) -> bool:
@@ -118,7 +122,7 @@ class OmniEngineSettings:
         return self.engine_type == "ar" and self.engine_output_type != "text"
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: VllmConfig) -> "OmniEngineSettings":
+    def from_vllm_config(cls, vllm_config: VllmConfig | EngineArgs) -> "OmniEngineSettings":
         additional = cast(dict[str, Any], vllm_config.additional_config)
         return cls(**additional.get(_KEY, {}))
 
@@ -144,7 +148,7 @@ class StageEngineArgs(EngineArgs):
 
     def create_model_config(self) -> ModelConfig:
         config = super().create_model_config()
-        settings = OmniEngineSettings(**self.additional_config[_KEY])
+        settings = OmniEngineSettings.from_vllm_config(self)
         if settings.emits_rows and self.async_scheduling is not False:
             from vllm.model_executor.model_loader import get_model_cls  # takes a second
 
@@ -267,17 +271,14 @@ def create_engine_args(
         model_arch=model_arch,
         row_cache_bytes=row_cache_bytes,
     )
-    has_int8_weights = vllm_engine_args.get("quantization") == INT8
-    if has_int8_weights:
-        del vllm_engine_args["quantization"]  # vLLM has none of this name.
-        _check_int8(vllm_engine_args)
+    int8_weights = _take_int8(vllm_engine_args)
     settings = OmniEngineSettings(
         engine_type=_as_engine_type(engine_type),
         engine_output_type=engine_output_type,
         model_stage=model_stage,
         uses_generation_config=hf_config_name is None and engine_type == "ar" and not _samples_codes(vllm_engine_args),
         row_cache_bytes=row_cache_bytes,
-        has_int8_weights=has_int8_weights,
+        int8_weights=int8_weights,
     )
     _refuse_unsupported(vllm_engine_args, settings)
     _turn_off_prefix_caching(vllm_engine_args, settings)
@@ -381,6 +382,18 @@ def _refuse_unknown(arguments: dict[str, Any]) -> None:
             raise StageConfigError(f"unknown engine argument {name!r}{hint or nearest(name, known)}")
 
 
+def _take_int8(arguments: dict[str, Any]) -> Int8Weights | None:
+    """Removes a quantization of ours from the arguments of vLLM, which has none of its name, and returns it."""
+    quantization = arguments.get("quantization")
+    if quantization not in (INT8, INT8_AUTO):
+        return None
+    del arguments["quantization"]
+    if quantization == INT8:
+        _check_int8(arguments)
+        return "int8"
+    return "auto" if current_platform.is_cpu() and HAS_INT8_PRODUCTS and arguments.get("enforce_eager") else None
+
+
 def _check_int8(arguments: dict[str, Any]) -> None:
     if not current_platform.is_cpu():
         raise StageConfigError(f"quantization: {INT8} is computed on a CPU; on a GPU vLLM has fp8 for its checkpoints")
@@ -455,10 +468,10 @@ def create_config_for_inputs(engine_args: EngineArgs) -> VllmConfig:
     try:
         config = create_config_without_engine(engine_args)
     except Exception as error:  # Of any type: vLLM computes with values before it checks them.
-        settings = engine_args.additional_config[_KEY]
+        settings = OmniEngineSettings.from_vllm_config(engine_args)
         path = find_models().architectures.get(cast(StageConfigOverride, engine_args.hf_overrides).model_arch or "")
         model = "" if path is None else f" (its model is {path})"
-        raise StageConfigError(f"stage {settings['model_stage']}{model}: {message_of(error)}") from error
+        raise StageConfigError(f"stage {settings.model_stage}{model}: {message_of(error)}") from error
     # Several of such processes may feed an engine, each with a cache of its own of preprocessed media: vLLM then sends
     # an item itself, not a reference to what the engine's half of the cache has.
     config.parallel_config._api_process_count = 2

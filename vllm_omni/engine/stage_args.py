@@ -18,7 +18,7 @@ from vllm.transformers_utils.model_arch_config_convertor import (
 
 from vllm_omni.config.stage import OmniStageConfig
 from vllm_omni.config.utils import nearest
-from vllm_omni.engine.engine_args import EngineType, create_engine_args, message_of
+from vllm_omni.engine.engine_args import INT8, EngineType, OmniEngineSettings, create_engine_args, message_of
 from vllm_omni.engine.hf_override import StageConfigOverride, load_hf_config
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_packages import find_models
@@ -86,7 +86,7 @@ def _declared_length(engine_args: EngineArgs, arguments: Mapping[str, Any]) -> f
 
 
 def computed_arguments(stage: OmniStageConfig, model: str, engine_type: EngineType) -> Iterator[tuple[str, Any, str]]:
-    """The plain arguments that differ from vLLM's defaults, each with its source."""
+    """The plain arguments that differ from vLLM's defaults, each with its source, and the type of int8 weights."""
     args = make_engine_args(stage, model, engine_type)
     source = f"computed: {stage.kind.name} stage on {current_platform.device_name}"
     for field in dataclasses.fields(EngineArgs):
@@ -95,3 +95,5 @@ def computed_arguments(stage: OmniStageConfig, model: str, engine_type: EngineTy
         if field.name not in _NOT_SHOWN and is_plain and value != field.default:
             of_runtime = field.name == "max_num_seqs"
             yield field.name, value, "computed: runtime.max_batch_size" if of_runtime else source
+    if OmniEngineSettings.from_vllm_config(args).int8_weights:
+        yield "weights", INT8, "computed: quantization"

@@ -33,7 +33,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_omni.config.dit_config import DiTConfig
 from vllm_omni.config.loader import input_processor_class
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig
-from vllm_omni.engine.engine_args import EngineType, create_config_without_engine, create_engine_args
+from vllm_omni.engine.engine_args import (
+    INT8_AUTO,
+    EngineType,
+    create_config_without_engine,
+    create_engine_args,
+)
 from vllm_omni.errors import StageConfigError
 from vllm_omni.model_executor.feedback import SupportsFeedback
 from vllm_omni.model_executor.interfaces import SupportsActivationEstimate
@@ -107,7 +112,7 @@ def vllm_needs(config: PipelineConfig, stage: OmniStageConfig, model: str, engin
     sizes = stage.kind.parallel_sizes
     arguments = {name: value for name, value in stage.vllm_engine_args.items() if name not in sizes}
     quantization = arguments.pop("quantization", None)
-    if quantization is not None and quantization not in _QUANTIZED_BYTES:
+    if quantization not in (None, INT8_AUTO, *_QUANTIZED_BYTES):
         raise StageConfigError(f"weights with quantization {quantization!r} are not computed")
     with _quiet():
         args = create_engine_args(model, engine_type=engine_type, **arguments)

@@ -8,6 +8,8 @@ int8 (VNNI, AMX) rows are sums of two rows of int8, which keeps 15 bits of them,
 Elsewhere rows are bfloat16 (`torch._weight_int8pack_mm`). There many rows, such as those of a prompt, take longer to
 compute than weights to read: they multiply with the same weights in the model's dtype, converted for this one product,
 and the head stays as it is without int8. Embeddings and experts always do.
+
+`quantization: auto` is int8 where the processor multiplies it, for models that can have it, and nothing elsewhere.
 """
 
 import functools
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from vllm_omni.engine.engine_args import INT8, OmniEngineSettings
+from vllm_omni.engine.engine_args import HAS_INT8_PRODUCTS, INT8, OmniEngineSettings
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker.cpu_half_weights import CPUHalfWeights, HalfWeightsConfig
 
@@ -38,25 +41,30 @@ _MANY_ROWS = 48
 """From here on converting the weights is faster than torch's kernel, by a factor of two at 128 (AVX-512, one core)."""
 
 
-HAS_INT8_PRODUCTS = torch.cpu._is_vnni_supported()
-"""Whether the processor multiplies int8 (VNNI, AMX): without, oneDNN's sums of two products can be cut off."""
-
-
 class CPUInt8Weights(CPUHalfWeights):
     """A base of our runners."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if not OmniEngineSettings.from_vllm_config(self.vllm_config).has_int8_weights:
+        chosen = OmniEngineSettings.from_vllm_config(self.vllm_config).int8_weights
+        problem = _problem(self.vllm_config)
+        if chosen == INT8 and problem is not None:
+            raise StageConfigError(f"quantization: {problem}")
+        if chosen is None or problem is not None:
             super().load_model(*args, **kwargs)
             return
-        config = self.vllm_config.model_config
-        if self.vllm_config.quant_config is not None:
-            raise StageConfigError(f"quantization: the checkpoint has {config.quantization}; remove {INT8}")
-        if config.dtype not in Int8WeightsConfig().get_supported_act_dtypes():
-            raise StageConfigError(f"quantization: {INT8} needs dtype float32 or bfloat16, not {config.dtype}")
         self.vllm_config.quant_config = Int8WeightsConfig()
         super().load_model(*args, **kwargs)
-        check_int8(self.model)
+        check_int8(self.model, is_required=chosen == INT8)
+
+
+def _problem(config: VllmConfig) -> str | None:
+    """Why the linear layers of a model cannot have int8 weights."""
+    model = config.model_config
+    if config.quant_config is not None:
+        return f"the checkpoint has {model.quantization}; remove {INT8}"
+    if model.dtype not in Int8WeightsConfig().get_supported_act_dtypes():
+        return f"{INT8} needs dtype float32 or bfloat16, not {model.dtype}"
+    return None
 
 
 class Int8WeightsConfig(HalfWeightsConfig):
@@ -173,14 +181,14 @@ class TwoTermProduct:
         return product[:number] + product[number:]
 
 
-def check_int8(model: nn.Module) -> None:
+def check_int8(model: nn.Module, *, is_required: bool) -> None:
     """Logs how much of a loaded model stays in float.
 
     Raises:
-        StageConfigError: All of it.
+        StageConfigError: All of it, and int8 is required.
     """
     count = sum(getattr(layer, "has_int8_weights", False) for layer in model.modules())
-    if not count:
+    if is_required and not count:
         raise StageConfigError(f"quantization: no layer of the model can have {INT8} weights; remove it")
     left = sum(parameter.nbytes for parameter in model.parameters())
     logger.info("%d layers have int8 weights; %.1f MiB of other weights stay in float", count, left / (1 << 20))

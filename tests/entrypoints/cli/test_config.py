@@ -44,6 +44,7 @@ def sources(text: str) -> dict[str, list[str]]:
 
 def test_every_value_has_its_source(run, tiny_qwen3_omni_moe: Path) -> None:
     given = ["--max-model-len", "64", "--max-inflight", "3", "--stage.talker.runtime.memory", "64MiB"]
+    given += ["--stage.talker.quantization", "int8", "--stage.talker.enforce_eager", "true"]
 
     result = run("config", "show", tiny_qwen3_omni_moe, *given)
 
@@ -56,6 +57,7 @@ def test_every_value_has_its_source(run, tiny_qwen3_omni_moe: Path) -> None:
     assert found["max_inflight"] == ["command line: --max-inflight"]
     assert found["memory"] == ["command line: --stage.talker.runtime.memory"]
     assert found["max_restarts"] == ["default"]
+    assert found["weights"] == ["computed: quantization"]
     # On a CPU memory is the size of the KV cache; our default applies to stages without it.
     assert found["kv_cache_memory_bytes"][1] == "computed: runtime.memory"
     assert "# kv_cache_memory_bytes: 67108864 " in result.out

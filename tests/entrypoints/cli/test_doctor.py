@@ -41,10 +41,10 @@ def test_the_platform_of_this_machine(monkeypatch, capsys) -> None:
 
 def test_a_model_that_fits(run, quick, monkeypatch, tiny_qwen3: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    result = run("doctor", tiny_qwen3, "--max-model-len", "64")
+    result = run("doctor", tiny_qwen3, "--max-model-len", "64", "--quantization", "int8", "--enforce-eager")
     assert result.code == 0, result.out
     assert "OK    configuration   stages text (AR)" in result.out
-    assert "OK    weights         0.0 GiB; " in result.out
+    assert "OK    weights         0.0 GiB; text in int8; " in result.out
     # Without an accelerator: what the stages need on one, and on which common machines they fit.
     assert "OK    memory          on 1 x 24 GB, computed from its configuration" in result.out
     assert "requests of 64" in result.out

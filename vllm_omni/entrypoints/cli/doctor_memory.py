@@ -15,9 +15,10 @@ from vllm.config import CacheConfig
 from vllm_omni.config.resources import instance_devices, parse_memory
 from vllm_omni.config.stage_config import OmniStageConfig, PipelineConfig, StageInstance
 from vllm_omni.config.utils import shipped_variants
+from vllm_omni.engine.engine_args import OmniEngineSettings
 from vllm_omni.entrypoints.cli.findings import Finding, Platform
 from vllm_omni.entrypoints.cli.serve import OmniServeCommand, make_omni_args
-from vllm_omni.entrypoints.resolve import ReadPipeline, read_pipeline, resolve_pipeline
+from vllm_omni.entrypoints.resolve import ReadPipeline, ResolvedPipeline, read_pipeline, resolve_pipeline
 from vllm_omni.errors import StageConfigError, UsageError
 from vllm_omni.placement.cores import place_cores
 from vllm_omni.placement.devices import stage_devices, world_size
@@ -267,7 +268,7 @@ def check_model(
         machine = Machine("this machine", tuple(size for _, size in platform.devices))
         findings += _check_machine(planner, machine, read, arguments)
     else:
-        findings += _check_cpu(planner)
+        findings += _check_cpu(planner, resolved)
         findings += _show_machines(planner, read, arguments)
     return read.with_checkpoints, threads, findings
 
@@ -278,12 +279,15 @@ def shared_memory_needed(config: PipelineConfig) -> int:
     return config.runtime.defaults.high_watermark_bytes * max(1, len(consumers))
 
 
-def _check_cpu(planner: MemoryPlanner) -> Iterator[Finding]:
+def _check_cpu(planner: MemoryPlanner, resolved: ResolvedPipeline) -> Iterator[Finding]:
+    settings = map(OmniEngineSettings.from_vllm_config, resolved.engine_args)
+    int8 = "".join(f"; {each.model_stage} in int8" for each in settings if each.int8_weights)
     if planner.weights is None:
-        yield Finding("OK", "weights", "cannot be computed")
+        yield Finding("OK", "weights", f"cannot be computed{int8}")
         return
     available = psutil.virtual_memory().available
-    message = f"{planner.weights / _GIB:.1f} GiB; {available / _GIB:.1f} GiB of this machine's memory are available"
+    free = f"{available / _GIB:.1f} GiB of this machine's memory are available"
+    message = f"{planner.weights / _GIB:.1f} GiB{int8}; {free}"
     if planner.weights <= available:
         yield Finding("OK", "weights", message)
     else:

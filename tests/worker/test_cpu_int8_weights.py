@@ -17,6 +17,7 @@ from vllm_omni.engine import engine_args
 from vllm_omni.engine.engine_args import Int8Weights, OmniEngineSettings, create_engine_args
 from vllm_omni.errors import StageConfigError
 from vllm_omni.worker import cpu_int8_weights
+from vllm_omni.worker.cpu_graphs import Recorder, capture
 from vllm_omni.worker.cpu_half_weights import HalfEmbeddingMethod
 from vllm_omni.worker.cpu_int8_weights import (
     CPUInt8Weights,
@@ -84,6 +85,18 @@ def test_two_terms_keep_15_bits_of_a_row_whatever_the_others_are() -> None:
     bound = rows.abs().amax(dim=1, keepdim=True) * (rounded * scales.float()[:, None]).abs().sum(dim=1)
     assert ((result - expected).abs() <= bound * 2.0**-15).all()
     assert torch.equal(result, torch.cat([product(row) for row in rows.split(1)]))
+
+
+@needs_vnni
+@torch.inference_mode()
+def test_a_captured_product_makes_its_result_alone() -> None:
+    product, x, other = TwoTermProduct(*quantize(make_layer(160).weight)), torch.randn(1, 96), torch.randn(1, 96)
+    with (recorder := Recorder()):
+        product(x)
+    assert not [call for call in recorder.calls if call.operation is torch.ops.aten.empty.memory_format]
+    replay, result = capture(lambda: product(x), [x])
+    assert torch.equal(result, product(x))
+    assert replay is not None and torch.equal(replay(other), product(other))
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])

@@ -146,9 +146,13 @@ class RoundedRowsProduct:
 
 
 @functools.cache
-def _buffers(width: int, outputs: int, number: int) -> tuple[torch.Tensor, ...]:
-    """What products of one size compute with, one after the other: terms, their scales, what the first terms leave, and
-    the products of the terms, for so many rows."""
+def _buffers(width: int, outputs: int) -> tuple[torch.Tensor, ...]:
+    """What products of few rows of one size compute with, one after the other."""
+    return _make_buffers(width, outputs, _FEW_ROWS)
+
+
+def _make_buffers(width: int, outputs: int, number: int) -> tuple[torch.Tensor, ...]:
+    """Terms, their scales, what the first terms leave, and the products of the terms, for so many rows."""
     terms, scales = torch.empty(2 * number, width, dtype=torch.int8), torch.empty(2 * number, 1)
     return terms, scales, torch.empty(number, width), torch.empty(2 * number, outputs)
 
@@ -164,14 +168,16 @@ class TwoTermProduct:
         self._packed = ops.create_onednn_scaled_mm(
             rounded.t(), self._scales, torch.float32, dynamic_quant=True, use_azp=False
         )
+        # Made before the first step, which is captured: so they, and all views of them, are constants of it.
+        self._buffers = _buffers(rounded.shape[1], rounded.shape[0])
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Float32 `[rows, outputs]`."""
         number, width = rows.shape
         if not number:
             return torch.empty(0, self._packed.n)
-        make = _buffers if number <= _FEW_ROWS else _buffers.__wrapped__
-        terms, scales, rest, product = make(width, self._packed.n, max(number, _FEW_ROWS))
+        few = number <= _FEW_ROWS
+        terms, scales, rest, product = self._buffers if few else _make_buffers(width, self._packed.n, number)
         terms, scales, rest, product = terms[: 2 * number], scales[: 2 * number], rest[:number], product[: 2 * number]
         rows = rows.float().contiguous()
         torch.ops._C.dynamic_scaled_int8_quant(terms[:number], rows, scales[:number], None)
